@@ -1,7 +1,7 @@
 """Write docs/reference/options.md from the options' declarations.
 
-``python tools/reference.py`` writes the page; ``make docs`` does so before it builds the site, and
-``tests/test_reference.py`` fails if the page in the repository is not up to date.
+Run ``python tools/reference.py``; ``make docs`` does so before it builds the site, and
+``tests/test_reference.py`` fails if the page in the repository is out of date.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ START = """# Options
 
 <!-- Written by tools/reference.py from the declarations in aladdin_mpi/options. -->
 
-Every option of `aladdin_mpi.train` and `aladdin_mpi.simulate`, grouped as in `--help-all`. In a \
-TOML file (`--config`) the same names are keys, without the dashes in front; the options of an \
-algorithm, of `dgc` and of the cluster are in tables of that name. As arguments of `DataParallel` \
-the names have underscores, and the options of an algorithm are a dict: `aladdin={"pi": 8}`. \
-Options of several values take them separated by commas or spaces.
+All options of `aladdin_mpi.train` and `aladdin_mpi.simulate`, grouped as in `--help-all`. Values \
+of options with `...` are separated by commas or spaces.
+
+In a TOML file (`--config`), keys are the same names without the leading dashes; options of an \
+algorithm, of `dgc` and of the cluster are in tables of that name. In `DataParallel`, names have \
+underscores, and the options of an algorithm are a dict: `aladdin={"pi": 8}`.
 """
-SIMULATED = "Options marked with * exist in the simulation only."
+SIMULATED = "Options marked with * exist only in the simulation."
 
 
 def page() -> str:
@@ -39,7 +40,8 @@ def page() -> str:
 
 
 def _row(leaf: Leaf, is_simulated: bool) -> str:
-    flag = f"--[no-]{leaf.flag[2:]}" if leaf.is_bool else f"{leaf.flag} {leaf.metavar}"
+    values = f"{leaf.metavar} ..." if leaf.is_list or leaf.is_mapping else leaf.metavar
+    flag = f"--[no-]{leaf.flag[2:]}" if leaf.is_bool else f"{leaf.flag} {values}"
     cells = (f"`{flag}`" + " *" * is_simulated, leaf.meaning, leaf.default_text)
     return f"| {' | '.join(_escaped(cell) for cell in cells)} |"
 

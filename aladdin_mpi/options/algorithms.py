@@ -1,8 +1,8 @@
-"""The algorithms by name: their options, and what the options have to know of each.
+"""The algorithms by name: their options and properties.
 
-The code of an algorithm is in :mod:`aladdin_mpi.algorithms`, which imports this. Algorithms of
-other packages are added by entry points of the group ``aladdin_mpi.algorithms``, and by the
-modules that ``ALADDIN_MPI_ALGORITHMS`` names, separated by commas.
+Their code is in :mod:`aladdin_mpi.algorithms`, which imports this module. Other packages add
+algorithms by entry points of the group ``aladdin_mpi.algorithms``, or by the modules that
+``ALADDIN_MPI_ALGORITHMS`` names, separated by commas.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ VARIABLE = "ALADDIN_MPI_ALGORITHMS"
 
 Holder = Literal["servers", "first", "all"]
 Optimizers = Literal["any", "by-value", "sgd"]
-"""Every one; those that treat each value alike, since models are cut; momentum SGD alone."""
+"""All; those that treat each value alike, since models are split; momentum SGD only."""
 Clips = Literal["own", "mean", "parts"]
 AlphaRule = Literal["theory", "since-last", "literal"]
-"""How ALADDIN's server chooses the weight that a worker gives to the global model."""
+"""Rules by which ALADDIN's server chooses a worker's weight of the global model."""
 Allreduce = Literal["auto", "ring", "mpi", "horovod", "torch"]
 OUTLAST_DEATHS = ("auto", "ring", "mpi")
-"""The all-reduces that may stand for sums which outlast the failure of ranks."""
+"""All-reduce implementations that may survive the failure of ranks."""
 FROM_WEIGHTED_MEAN = "they begin from the weighted mean of all models, with equal weights"
 FROM_CENTRE = "what the workers' own models were ahead of the centre is dropped"
 
 
 class OwnOptions(BaseModel):
-    """An algorithm's own options; its docstring heads them in ``--help``."""
+    """Base of an algorithm's own options; the docstring is their heading in ``--help``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -55,40 +55,40 @@ Own = TypeVar("Own", bound=OwnOptions)
 
 
 def own(run: GeneralOptions, kind: type[Own]) -> Own:
-    """Return an algorithm's own options, among those of the run."""
+    """Return the options of type ``kind``, an algorithm's own, from those of the run."""
     return next(value for value in vars(run).values() if type(value) is kind)
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What the options and the run have to know of an algorithm.
+    """Properties of an algorithm that the options and the run depend on.
 
     Attributes:
-        options: its own, a field of the run's that is named as the algorithm.
-        options_of: the algorithm after which that field is named, if that is another.
-        has_servers: whether there are parameter servers.
+        options: its own options, in the field of the run's options named after the algorithm.
+        options_of: the algorithm after which that field is named, if it is another.
+        has_servers: whether it uses parameter servers.
         lockstep: all workers take the same number of steps, in rounds.
-        holder: who holds the global model: the servers, each its buckets; every worker
-            the same, of which the first is asked; or all workers, whose weighted mean
-            it is (the consensus).
-        has_centre: the servers' model is another than the workers', who are only drawn to it.
-        least_workers: the smallest number of workers for which it makes sense.
-        compresses: its gradients can be sent compressed.
-        few_bits: its gradients and models can be sent in few bits.
-        whole_models: models go whole in bf16, which the algorithm can do with.
-        auto_wire: what ``--wire auto`` is, at first where it adapts.
-        node_sums: whether a node can be one of its workers.
-        needs_all: whether, with these options, it cannot go on without every worker.
-        collective: its gradients or models travel in collectives, which have no checksums.
-        optimizers: those that it can do with.
+        holder: location of the global model. "servers": each server has its buckets; "first":
+            every worker has the same model, and the first one's is used; "all": the weighted
+            mean of all workers' models (the consensus).
+        has_centre: workers have their own models, which are drawn to the servers' model.
+        least_workers: smallest number of workers that it requires.
+        compresses: gradients can be compressed.
+        quantises: gradients and models can be quantised.
+        whole_models: the algorithm tolerates models that are sent rounded to bf16.
+        auto_wire: the format of ``--wire auto``; the initial one if it adapts.
+        node_sums: a node can be one of its workers (per-node aggregation).
+        needs_all: whether, with these options, it cannot continue without every worker.
+        collective: gradients or models are sent in collectives, which have no checksums.
+        optimizers: supported optimizers.
         clips: see :class:`aladdin_mpi.worker.worker.Worker`.
         server_steps: the servers' optimizers step along gradients, unless these are compressed;
-            where an option ``momentum`` of the algorithm says so, that counts.
+            an option ``momentum`` of the algorithm takes precedence.
         steps_unused: parameters that a batch does not use are stepped with a gradient of zero.
-        takes_writes: what a script writes into its model after a step takes part in training, if
-            every worker writes the same.
-        check: raises :class:`UserError` for options that do not go together.
-        on_resize: what the user is told where the number of workers changes.
+        takes_writes: values that a script writes into its model after a step remain, if every
+            worker writes the same.
+        check: raises :class:`UserError` for options that cannot be combined.
+        on_resize: message to the user when the number of workers changes.
     """
 
     name: str
@@ -116,25 +116,25 @@ class Algorithm:
 
     @property
     def group(self) -> str:
-        """The field of the run's options that holds the algorithm's own."""
+        """The field of the run's options that contains the algorithm's own."""
         return (self.options_of or self.name).replace("-", "_")
 
     def wire(self, options: GeneralOptions) -> str:
-        """Return the format of what is sent."""
+        """Return the number format of messages."""
         return self.auto_wire if options.wire == "auto" else options.wire
 
     def holders(self, server: int, ranks: int) -> range:
-        """Return the ranks whose values make up the global model's, of a bucket of ``server``."""
+        """Return the ranks whose values make up the global model in a bucket of ``server``."""
         if self.holder == "servers":
             return range(server, server + 1)
         return range(1 if self.holder == "first" else ranks)
 
 
 def declare(algorithm: Algorithm) -> None:
-    """Make an algorithm known: from then on its name can be given for ``--algorithm``.
+    """Register an algorithm, whose name can then be passed as ``--algorithm``.
 
     Raises:
-        ValueError: there is another of this name.
+        ValueError: the name is already registered.
     """
     if algorithm.name in ALGORITHMS:
         raise ValueError(f"algorithm {algorithm.name}: expected a new name, got one that is taken")
@@ -145,7 +145,7 @@ def find_algorithm(name: str) -> Algorithm:
     """Return the algorithm called ``name``.
 
     Raises:
-        UserError: there is none.
+        UserError: no algorithm has this name.
     """
     if name not in ALGORITHMS:
         close = get_close_matches(name, ALGORITHMS, n=1)
@@ -182,10 +182,10 @@ class AladdinOptions(OwnOptions):
         "theory",
         "weight of the global model when a worker blends it into its own",
         "WEIGHT",
-        details="a number from 0 to 1, or a rule; with n workers, theory: 1-1/sqrt(n*pi); "
-        "since-last: 1-1/sqrt(c), c the gradients at the server since its last model for "
-        "this worker; literal: the same since its last model for any worker, as printed "
-        "in the paper",
+        details="a number from 0 to 1, or a rule; theory: 1-1/sqrt(n*pi) with n workers; "
+        "since-last: 1-1/sqrt(c), where c gradients have arrived since the server's last model "
+        "for this worker; literal: the same since its last model for any worker, as printed in "
+        "the paper",
     )
     normalize: Literal["count", "workers", "none"] = option(
         "workers",
@@ -193,40 +193,41 @@ class AladdinOptions(OwnOptions):
     )
     trigger: Literal["accumulate", "drop"] = option(
         "accumulate",
-        "the gradient that triggers an update: added to it, or dropped",
-        details="the paper prints that it is dropped",
+        "handling of the gradient that triggers an update",
+        details="accumulate: add it first; drop: discard it, as printed in the paper",
     )
     momentum: Literal["worker", "split"] = option(
         "worker",
-        "place of the momentum",
+        "location of the momentum",
         details="worker: workers send steps that include it, and the server adds them; split: "
-        "workers send raw gradients, and server and workers have a momentum each",
+        "workers send raw gradients, and the server and each worker have their own momentum",
     )
     lookahead: NonNegativeFloat = option(
         0.0,
         "steps by which a worker moves a received model along its momentum",
         "STEPS",
-        details="for gradients of other workers that are under way; 0: none, as in the paper",
+        details="anticipates gradients of other workers that are in flight; 0: none, as in the "
+        "paper",
     )
     self_update: bool = option(
         True,
-        "a worker applies its gradient to its own model at once",
+        "apply a worker's gradient to its own model immediately",
         details="otherwise its model changes only when the global one arrives",
     )
     lazy: bool = option(
         True,
         "update the global model only when it is sent to a worker",
-        details="otherwise with every gradient",
+        details="otherwise on every gradient",
     )
     ring: PositiveInt = option(
         2,
-        "gradients of a worker under way at once; more are summed",
+        "gradients of a worker in flight at once; further ones are summed",
         "GRADIENTS",
     )
 
 
 def _check_lookahead(run: GeneralOptions) -> None:
-    """A worker that looks ahead needs a momentum to do so with."""
+    """Check that a worker that looks ahead has a momentum."""
     steps = own(run, AladdinOptions).lookahead
     if steps and not run.momentum:
         raise UserError(
@@ -254,7 +255,7 @@ class AladdinAheadOptions(OwnOptions):
         "auto",
         "gradients that a worker sends per model it receives",
         "GRADIENTS",
-        details="auto: 1, and more while links are saturated",
+        details="auto: 1, or more while links are saturated",
     )
     weight: Share | Literal["auto"] = option(
         "auto",
@@ -267,17 +268,17 @@ class AladdinAheadOptions(OwnOptions):
         1.0,
         "rounds by which gradients are computed ahead of the model",
         "ROUNDS",
-        details="rounds of all workers, along the global momentum",
+        details="extrapolated along the global momentum; a round is one gradient per worker",
     )
     send: Share | Literal["auto"] = option(
         "auto",
-        "share of a worker's next gradient that triggers sending models to it",
+        "share of a worker's next gradient after which models are sent to it",
         "SHARE",
-        details="auto: as late as models still arrive in time",
+        details="auto: as late as possible for models to arrive in time",
     )
     ring: PositiveInt = option(
         2,
-        "gradients of a worker under way at once; more are summed",
+        "gradients of a worker in flight at once; further ones are summed",
         "GRADIENTS",
     )
 
@@ -292,7 +293,7 @@ ALADDIN_AHEAD = Algorithm(
     auto_wire="int8",
     clips="parts",
     optimizers="by-value",
-    on_resize="the workers' tracks begin anew",
+    on_resize="the workers' tracks start again",
 )
 
 
@@ -302,20 +303,19 @@ class BspOptions(OwnOptions):
     host_first: bool = option(
         False,
         "add gradients on each host first",
-        details="one worker of each host exchanges with the servers",
+        details="one worker of each host communicates with the servers",
     )
     group: PositiveInt | None = option(
         None,
-        "largest number of workers that are aggregated on a host",
+        "largest number of workers aggregated into one",
         "WORKERS",
         default_text="all of a host",
-        details="requires --bsp-host-first; for hosts with several nodes, such as containers or "
-        "sockets",
+        details="requires --bsp-host-first; for hosts with several sockets or machines",
     )
 
 
 def _check_host_first(run: GeneralOptions) -> None:
-    """The workers of a host add up whole gradients."""
+    """Check that ``host_first``, which adds whole gradients, fits the other options."""
     if not own(run, BspOptions).host_first:
         return
     whole = "which adds up whole gradients"
@@ -348,12 +348,12 @@ class AspOptions(OwnOptions):
 
     momentum: Literal["server", "worker"] = option(
         "worker",
-        "place of momentum and weight decay",
-        details="server: applied to gradients as they arrive; worker: before they are sent",
+        "location of momentum and weight decay",
+        details="server: applied when gradients arrive; worker: before they are sent",
     )
     normalize: Literal["workers", "none"] = option(
         "workers",
-        "divisor of a gradient at the server: surviving workers, or none",
+        "divisor of gradients at the server: surviving workers, or none",
     )
 
 
@@ -374,19 +374,19 @@ class SspOptions(AspOptions):
     bound: NonNegativeInt = option(3, "steps that a worker may be ahead of the slowest", "STEPS")
     pull: Literal["always", "on-bound"] = option(
         "always",
-        "when a worker fetches the server's model",
-        details="always: after every step (Ho et al.); on-bound: after bound + 1 steps without "
-        "(Ko et al., IPDPS 2021)",
+        "time at which a worker fetches the server's model",
+        details="always: after every step (Ho et al.); on-bound: after bound + 1 steps without a "
+        "fetch (Ko et al., IPDPS 2021)",
     )
     self_update: Literal["workers", "none"] = option(
         "none",
         "divisor of a worker's gradient for its own model",
-        details="with --ssp-pull on-bound: the number of workers, or none",
+        details="used with --ssp-pull on-bound",
     )
     coalesce: bool = option(
         True,
-        "sum gradients while the previous one is under way",
-        details="with --ssp-pull on-bound; otherwise the worker waits",
+        "sum gradients while the previous one is in flight",
+        details="used with --ssp-pull on-bound; otherwise the worker waits",
     )
 
 
@@ -399,9 +399,7 @@ class ShatOptions(AspOptions):
     """For --algorithm shat (Ko et al., Applied Sciences 12, 292, 2022)."""
 
     log: Literal["e", "2"] = option("e", "base of the logarithm in alpha = 1 - n/(c log n)")
-    self_update: bool = option(
-        True, "a worker applies its gradient to its own model before it blends"
-    )
+    self_update: bool = option(True, "apply a worker's gradient to its own model before blending")
 
 
 SHAT = Algorithm(
@@ -412,17 +410,18 @@ SHAT = Algorithm(
 class EasgdOptions(OwnOptions):
     """For --algorithm easgd and eamsgd (Zhang, Choromanska, LeCun; NeurIPS 2015)."""
 
-    tau: PositiveInt = option(2, "steps of a worker between two exchanges with the centre", "STEPS")
+    tau: PositiveInt = option(2, "steps of a worker between exchanges with the centre", "STEPS")
     alpha: Annotated[float, Field(gt=0, lt=1)] | Literal["auto"] = option(
         "auto",
-        "step of a worker and the centre towards each other",
+        "moving rate of a worker and the centre towards each other",
         "WEIGHT",
         details="auto: 0.9 divided by the number of workers",
     )
     exchange: Literal["after", "before"] = option(
         "after",
         "exchange after every tau-th step, or before the next one",
-        details="before: with the gradient at the model before the exchange, as in the paper",
+        details="before: the next gradient is that of the model before the exchange, as in the "
+        "paper",
     )
 
 
@@ -448,10 +447,9 @@ class ArSgdOptions(OwnOptions):
     allreduce: Allreduce = option(
         "auto",
         "all-reduce implementation",
-        details="ring: messages around a ring; mpi: MPI's own; horovod: after make horovod; "
-        "torch: torch.distributed (gloo, or NCCL on GPUs); auto: NCCL if each rank has a "
-        "GPU to itself and failures are not survived, otherwise the ring between hosts "
-        "and MPI's own within one",
+        details="ring: messages around a ring; mpi: MPI's own; horovod: requires make horovod; "
+        "torch: torch.distributed (gloo, or NCCL on GPUs); auto: NCCL if each rank has its own "
+        "GPU and MPI does not survive failures, otherwise ring, or mpi on a single host",
     )
 
 
@@ -475,13 +473,13 @@ class LocalSgdOptions(OwnOptions):
     """For --algorithm local-sgd (Stich, ICLR 2019; Lin et al., ICLR 2020)."""
 
     steps: PositiveInt = option(
-        8, "local steps of a worker between two averages of all models", "STEPS"
+        8, "local steps of a worker between averages of all models", "STEPS"
     )
     post: NonNegativeInt = option(
         0,
-        "first samples of the run with an average after every step",
+        "samples at the start of the run with an average after every step",
         "SAMPLES",
-        details="counted over all workers (post-local SGD); 0: none",
+        details="of all workers together (post-local SGD); 0: none",
     )
     allreduce: Allreduce = option("auto", "all-reduce implementation, as --ar-sgd-allreduce")
 
@@ -515,9 +513,8 @@ class AdPsgdOptions(OwnOptions):
 
     graph: Literal["random", "exponential"] = option(
         "random",
-        "partner of an active worker",
-        details="random: a random passive one; exponential: those at distances 0, 1, 2, 4, ..., "
-        "in turn",
+        "choice of an active worker's passive partner",
+        details="random: at random; exponential: those at distances 0, 1, 2, 4, ..., in turn",
     )
 
 
@@ -535,8 +532,8 @@ class SgpOptions(OwnOptions):
 
     graph: Literal["exponential", "ring"] = option(
         "exponential",
-        "workers that a worker sends to",
-        details="exponential: at distances 1, 2, 4, ..., in turn; ring: always the next",
+        "choice of the worker that a worker sends to",
+        details="exponential: those at distances 1, 2, 4, ..., in turn; ring: the next one",
     )
 
 
@@ -563,8 +560,8 @@ class OsgpOptions(SgpOptions):
     )
     optimize: Literal["model", "numerator"] = option(
         "model",
-        "variable that the optimizer and the weight decay are applied to",
-        details="model: z, at which gradients are computed; numerator: the push-sum's x = w z, as "
+        "variable that the optimizer and weight decay are applied to",
+        details="model: z, at which gradients are computed; numerator: x = w z of the push-sum, as "
         "in the authors' code",
     )
 
@@ -586,7 +583,7 @@ class MultistepOptions(OwnOptions):
     exchange: Literal["auto", "gradients", "activations"] = option(
         "auto",
         "data exchanged for fully connected layers",
-        details="activations: with the errors of the outputs; auto: whichever are fewer values, "
+        details="activations: inputs, with the errors of the outputs; auto: the smaller of both, "
         "but gradients with --clip, --max-loss or --no-wait-free",
     )
 
@@ -638,7 +635,7 @@ class AshlOptions(OwnOptions):
     """For --algorithm ashl (IEEE Transactions on Computers, 2024)."""
 
     profile: int = option(
-        5, "first iterations of each worker, in which its times are measured", "STEPS", ge=2
+        5, "initial steps in which each worker's times are measured", "STEPS", ge=2
     )
     coarse_steps: PositiveInt = option(
         8,
@@ -653,7 +650,7 @@ class AshlOptions(OwnOptions):
         1.0,
         "share of values that the slowest worker pushes, coarse stage",
         "SHARE",
-        details="faster workers push more if that costs them no time",
+        details="faster workers push more if that takes no additional time",
     )
     fine_rate: PositiveShare = option(
         0.1, "share of values that the slowest worker pushes, fine stage", "SHARE"
@@ -667,8 +664,8 @@ class AshlOptions(OwnOptions):
     stage: Literal["auto", "coarse", "fine"] = option(
         "auto",
         "stage of the training",
-        details="auto: coarse, then fine when --ashl-loss is reached; coarse, fine: that one "
-        "throughout; timed computing has no loss and stays coarse",
+        details="auto: coarse until --ashl-loss is reached, then fine; coarse, fine: only that "
+        "stage; timed computing has no loss and stays coarse",
     )
     error_feedback: bool = option(False, "add values that were not pushed to the next push")
 
@@ -687,32 +684,32 @@ class AdspOptions(OwnOptions):
 
     period: PositiveFloat | Literal["auto"] = option(
         "auto",
-        "check period, in which every worker should commit equally often",
+        "check period, in which all workers should commit equally often",
         "SECONDS",
-        details="Gamma in the paper, where it is 60; auto: 10 mean steps",
+        details="Gamma in the paper, which uses 60; auto: 10 mean steps",
     )
     min_interval: PositiveFloat | Literal["auto"] = option(
         "auto",
-        "least time between two commits of a worker",
+        "shortest time between two commits of a worker",
         "SECONDS",
-        details="10 in the paper; auto: a sixth of the check period",
+        details="10 in the paper; auto: 1/6 of the check period",
     )
     epoch: PositiveFloat | Literal["auto"] = option(
         "auto",
-        "time between two searches of the commit rate",
+        "time between two searches for the commit rate",
         "SECONDS",
         details="1000 in the paper; auto: 16.7 check periods",
     )
     loss_rise: PositiveFloat = option(
         0.3,
-        "relative rise of the training loss between checks that starts a search",
+        "relative rise of the loss between checks that starts a search",
         "SHARE",
     )
     end_loss: PositiveFloat | Literal["auto"] = option(
         "auto",
-        "training loss that the searched rate should reach first",
+        "training loss that the best commit rate would reach first",
         "LOSS",
-        details="auto: half of the loss when the search begins",
+        details="auto: half of the loss at the start of the search",
     )
 
 
@@ -721,10 +718,10 @@ ADSP = Algorithm(
     AdspOptions,
     has_servers=True,
     quantises=True,
-    on_resize="the rate of commits is searched anew",
+    on_resize="the commit rate is searched again",
 )
 
 ALGORITHMS: dict[str, Algorithm] = {
     each.name: each for each in tuple(globals().values()) if isinstance(each, Algorithm)
 }
-"""Every algorithm that has been declared, those of this file first."""
+"""All registered algorithms, those of this file first."""

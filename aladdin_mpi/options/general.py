@@ -29,25 +29,25 @@ from aladdin_mpi.options.cluster import Parts
 from aladdin_mpi.options.reader import nested, option, shown
 
 AUTO = "auto"
-"""As the value of ``--resume``: the run in ``--run-dir``, if there is one to go on with."""
+"""Value of ``--resume``: the run in ``--run-dir``, if it can be resumed."""
 OWN_DATA = "own"
-"""The data set of a training loop of one's own."""
+"""The data set of a custom training loop."""
 LENGTHS = ("epochs", "samples", "steps")
-"""Each says how long a run is."""
+"""Alternative options for the length of a run."""
 DEFAULT_EPOCHS = 30.0
-"""The length of a run when none of them is given."""
+"""The default length of a run."""
 SHUFFLE_BUFFER = 4096
 """Samples."""
 
 FORWARD_SHARE = 1 / 3
-"""Of a step's time: the forward pass, the rest is backward."""
+"""Share of a step's time that is the forward pass; the rest is backward."""
 QUANTISED_BITS = {"int8": 8, "int4": 4}
-"""The wires that round to so many bits, and send later what that has lost."""
+"""Bits of the quantised wires, which use error feedback."""
 
 SGD_RATE, OTHER_RATE = 0.01, 0.001
 SGD_DECAY = 1e-4
 OWN_DECAY = {"adamw": 0.01, "muon": 0.1}
-"""The weight decay that torch's optimizers have by default, if it is not 0."""
+"""Default weight decay of torch's optimizers, if it is not 0."""
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Wire = Literal["auto", "fp32", "bf16", "int8", "int4"]
@@ -68,7 +68,7 @@ _INTERVAL = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)(samples?|epochs?|min|s)?"
 
 @dataclass(frozen=True)
 class CheckpointInterval:
-    """How much passes between two checkpoints, in one of the units; in none: there are none."""
+    """Interval between checkpoints, in one unit; all None: only the final one is written."""
 
     samples: int | None = None
     epochs: float | None = None
@@ -123,34 +123,34 @@ class DgcOptions(BaseModel):
 
     ratio: PositiveShare = option(
         0.001,
-        "share of the values of each matrix or kernel that a gradient sends",
+        "share of the values of each weight matrix or kernel that is sent",
         "SHARE",
-        details="biases and other vectors are sent whole; 1: no compression",
+        details="vectors such as biases are sent whole; 1: no compression",
     )
     warmup_epochs: NonNegativeInt = option(
         4,
-        "epochs in which the share falls to --dgc-ratio",
+        "epochs in which the share decreases to --dgc-ratio",
         "EPOCHS",
-        details="by the same factor each epoch: 25, 6.3, 1.6 and 0.4 percent on the way to 0.1",
+        details="exponentially, by default 25, 6.3, 1.6, 0.4 and then 0.1 percent",
     )
     clip: PositiveFloat | None = option(
         None,
         "clipping threshold of the sum of all workers' gradients (L2 norm)",
         "NORM",
         default_text="no clipping",
-        details="with n workers each clips its own to 1/sqrt(n) of it, every bucket to its share",
+        details="each of n workers clips its gradient to NORM/sqrt(n), each bucket by its share",
     )
     sample: PositiveShare = option(
-        0.01, "share of the values from which the threshold is estimated", "SHARE"
+        0.01, "share of the values sampled to estimate the selection threshold", "SHARE"
     )
 
     def ratio_at(self, samples: int, epoch: int) -> float:
-        """The share of values that is sent.
+        """Return the share of values that is sent.
 
-        It falls exponentially, by one step an epoch, as in section 3.3 of the paper.
+        It decreases exponentially with each epoch, as in section 3.3 of the paper.
 
         Args:
-            samples: drawn by all workers so far.
+            samples: samples processed by all workers so far.
             epoch: samples of one epoch.
         """
         passed = min(samples // max(1, epoch), self.warmup_epochs)
@@ -166,7 +166,7 @@ output_option = partial(option, group="output")
 
 
 class GeneralOptions(BaseModel):
-    """What training and simulating have in common, but for options of single algorithms."""
+    """Options of both training and simulation, except those of single algorithms."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     ALTERNATIVES: ClassVar = LENGTHS
@@ -178,57 +178,57 @@ class GeneralOptions(BaseModel):
     model: str = run_option("digits", "built-in model, or package.module:function", common=True)
     epochs: PositiveFloat | None = run_option(
         None,
-        "length in passes over the training data",
+        "length of the run in epochs",
         "EPOCHS",
         default_text=f"{DEFAULT_EPOCHS:g}",
         common=True,
-        details="by all workers together",
+        details="an epoch is one pass over the training data by all workers together",
     )
     samples: PositiveInt | None = run_option(
-        None, "length in samples of all workers together, instead of --epochs", "SAMPLES"
+        None, "length of the run in samples of all workers, instead of --epochs", "SAMPLES"
     )
     steps: PositiveInt | None = run_option(
         None,
-        "length in steps, instead of --epochs",
+        "length of the run in steps, instead of --epochs",
         "STEPS",
-        details="a step is one batch of every worker, or --accumulate batches: a round of a "
-        "synchronous algorithm, and as many samples of any other",
+        details="a step is one batch (or --accumulate batches) per worker; asynchronous algorithms "
+        "process as many samples in total",
     )
     servers: PositiveInt = run_option(
         1,
         "number of parameter servers",
         "RANKS",
         common=True,
-        details="for algorithms that have them",
+        details="ignored by algorithms without servers",
     )
     node_sums: bool = run_option(
         False,
         "per-node aggregation: the workers of a host act as one worker",
-        details="their gradients are added on the host; one message leaves it, and one model "
-        "arrives",
+        details="the host sends the sum of their gradients and receives one model",
     )
     node_size: PositiveInt | None = run_option(
         None,
-        "largest number of workers that are aggregated",
+        "largest number of workers aggregated into one",
         "WORKERS",
         default_text="all of a host",
-        details="requires --node-sums; for hosts with several nodes, such as containers",
+        details="requires --node-sums; for hosts that combine several machines",
     )
     seed: NonNegativeInt = run_option(0, "random seed", common=True)
     device: Literal["auto", "cpu", "gpu", "cuda", "xpu"] = run_option(
         "auto",
         "device of the workers",
-        details="auto: a GPU if there is one; gpu: a GPU of any kind; cuda: NVIDIA or AMD; xpu: "
-        "Intel",
+        details="auto: a GPU if available; gpu: any GPU; cuda: NVIDIA or AMD; xpu: Intel",
         common=True,
     )
     bind_cores: Literal["auto", "off"] = run_option(
         "auto",
         "binding of each worker to the cores next to its GPU",
-        details="auto: if several workers of a host have a GPU and the launcher gave all of them "
-        "the same cores",
+        details="auto: if several workers of a host have a GPU and the launcher assigned the same "
+        "cores to all of them",
     )
-    timeout: PositiveFloat = run_option(1800.0, "longest wait for another rank", "SECONDS")
+    timeout: PositiveFloat = run_option(
+        1800.0, "longest wait for another rank before the run fails", "SECONDS"
+    )
     worker_timeout: NonNegativeFloat = run_option(
         60.0,
         "time without a heartbeat after which a rank is excluded",
@@ -245,15 +245,15 @@ class GeneralOptions(BaseModel):
     )
     stage: Path | None = data_option(
         None,
-        "folder on each host's disk to which --data-dir is copied first",
+        "local folder to which each host copies --data-dir before training",
         "FOLDER",
-        details="once per host; files that exist are not copied again",
+        details="unchanged files are not copied again",
     )
     shuffle_buffer: PositiveInt = data_option(
         SHUFFLE_BUFFER,
         "size of the shuffle buffer, for --dataset shards",
         "SAMPLES",
-        details="largest distance that a sample moves within its shard's order; 1: no shuffling",
+        details="samples move by fewer places than this; 1: samples keep their order in the shard",
     )
     download: bool = data_option(False, "download the data set if it is missing", common=True)
     loader_workers: NonNegativeInt = data_option(
@@ -266,7 +266,7 @@ class GeneralOptions(BaseModel):
         "otherwise fork",
     )
     cache: Literal["auto", "on", "off"] = data_option(
-        "auto", "decoded data kept in memory; auto: if they fit"
+        "auto", "caching of decoded images in memory; auto: if they fit"
     )
     image_size: PositiveInt | None = data_option(
         None,
@@ -277,21 +277,21 @@ class GeneralOptions(BaseModel):
     augment: Augment = data_option(
         "auto",
         "augmentation of training images",
-        details="auto: as the data set defines it; for a folder crop-flip if its images are small "
-        "and of one size, otherwise imagenet; crop-flip: random crop and flip; imagenet: "
-        "random resized crop and flip; autoaugment, randaugment, trivialaugment: "
-        "torchvision's policies on top of auto",
+        details="auto: that of the data set, for folders crop-flip if images are small and of one "
+        "size, otherwise imagenet; crop-flip: random crop and flip; imagenet: random resized "
+        "crop and flip; autoaugment, randaugment, trivialaugment: auto, then this policy of "
+        "torchvision",
     )
     corrupt_images: Literal["stop", "skip"] = data_option(
         "stop",
-        "reaction to an unreadable image, for imagefolder and shards",
-        details="stop: end the run; skip: report it once, train on the next image instead, and "
-        "leave it out of the test",
+        "handling of unreadable images, for imagefolder and shards",
+        details="stop: end the run; skip: report each once, train on the next image instead, and "
+        "omit it from the test set",
     )
     check_images: bool = data_option(
         False,
         "read all images of an imagefolder before training",
-        details="unreadable ones are reported; ranks and their --loader-workers share the work",
+        details="reports unreadable ones; the work is shared by all ranks and --loader-workers",
     )
 
     # -- optimisation
@@ -300,27 +300,25 @@ class GeneralOptions(BaseModel):
     )
     optimizer: str = optimisation_option(
         "sgd",
-        "sgd, another of torch's, or package.module:class",
+        "sgd, another torch optimizer, or package.module:class",
         "NAME",
         common=True,
-        details="such as adamw; the names of torch's are in small letters",
+        details="torch's names are in lower case, such as adamw",
     )
     optimizer_options: dict[str, float] = optimisation_option(
         {},
         "further arguments of the optimizer, such as beta1=0.9 eps=1e-8",
         "NAME=VALUE",
-        details="separated by commas or spaces",
     )
     accumulate: PositiveInt = optimisation_option(
-        1, "batches per step, whose gradients are accumulated", "BATCHES", common=True
+        1, "batches per step, over which gradients are accumulated", "BATCHES", common=True
     )
     lr: PositiveFloat = optimisation_option(
         SGD_RATE,
-        "learning rate per worker batch",
+        "learning rate, before --lr-scaling",
         "RATE",
         default_text=f"{SGD_RATE:g} for sgd, else {OTHER_RATE:g}",
         common=True,
-        details="before --lr-scaling",
     )
     lr_scaling: Literal["linear", "sqrt", "none"] = optimisation_option(
         "linear",
@@ -332,35 +330,32 @@ class GeneralOptions(BaseModel):
         {},
         "factors on the learning rate by parameter name, such as head.*=10",
         "PATTERN=FACTOR",
-        details="separated by commas or spaces",
     )
     decay_factors: dict[str, NonNegativeFloat] = optimisation_option(
         {},
         "factors on the weight decay by parameter name, such as *.bias=0",
         "PATTERN=FACTOR",
-        details="separated by commas or spaces",
     )
     clip: PositiveFloat | None = optimisation_option(
         None,
         "gradient clipping threshold (global norm)",
         "NORM",
         default_text="no clipping",
-        details="of the mean of all workers for ar-sgd, of each part by its share for "
-        "aladdin-ahead, otherwise of each worker's gradient, which is then sent after "
-        "backward",
+        details="ar-sgd clips the mean of all workers, aladdin-ahead each bucket by its share, "
+        "others each worker's gradient, which is then sent after backward",
         common=True,
     )
     lr_schedule: Literal["constant", "step", "cosine"] = optimisation_option(
         "cosine", "learning-rate schedule after warm-up", common=True
     )
     warmup_epochs: NonNegativeFloat = optimisation_option(
-        1.0, "linear warm-up of the learning rate", "EPOCHS", common=True
+        1.0, "length of the linear warm-up of the learning rate", "EPOCHS", common=True
     )
     lr_steps: tuple[PositiveFloat, ...] = optimisation_option(
         (),
         "epochs at which the learning rate is multiplied by --lr-decay",
         "EPOCHS",
-        details="requires --lr-schedule step; separated by commas or spaces",
+        details="requires --lr-schedule step",
     )
     lr_decay: PositiveFloat = optimisation_option(
         0.1, "factor on the learning rate at each of --lr-steps", "FACTOR"
@@ -371,7 +366,7 @@ class GeneralOptions(BaseModel):
         SGD_DECAY,
         "weight decay (L2 for sgd)",
         "FACTOR",
-        default_text=f"{SGD_DECAY:g} for sgd",
+        default_text=f"{SGD_DECAY:g} for sgd, else torch's",
         common=True,
         details="other optimizers apply it in their own form",
     )
@@ -380,12 +375,12 @@ class GeneralOptions(BaseModel):
         "loss above which the gradient of a batch is rejected",
         "LOSS",
         default_text="non-finite gradients only",
-        details="gradients are then sent after backward, when the loss is known",
+        details="gradients are then sent after backward",
     )
     precision: Precision = optimisation_option(
         "fp32",
         "precision of forward and backward (autocast)",
-        details="fp16: with a loss scale that all workers share",
+        details="fp16 uses a loss scale shared by all workers",
         common=True,
     )
     tf32: bool = optimisation_option(
@@ -394,19 +389,19 @@ class GeneralOptions(BaseModel):
     cudnn_benchmark: bool = optimisation_option(
         False,
         "cuDNN's search for the fastest convolutions",
-        details="useful for inputs of few sizes; results are then not reproducible",
+        details="useful if input sizes rarely change; results are not reproducible",
     )
     channels_last: bool = optimisation_option(False, "channels-last memory format of images")
     bn_batches: NonNegativeInt = optimisation_option(
         100,
-        "training batches that recalibrate batch norm before an evaluation",
+        "training batches used to recalibrate batch norm for evaluation",
         "BATCHES",
     )
 
     # -- communication
     bucket_mb: PositiveFloat = communication_option(
         4.0,
-        "largest message",
+        "largest bucket of parameters or gradients, sent as one message",
         "MB",
         default_text="4, or 16 if a worker has a GPU",
         details="1 MB is 10^6 bytes",
@@ -420,7 +415,7 @@ class GeneralOptions(BaseModel):
     wait_free: bool = communication_option(
         True,
         "wait-free backpropagation: send each bucket as backward completes it",
-        details="otherwise all when backward is over",
+        details="otherwise send all after backward",
     )
     sharding: Literal["memory", "layer"] = communication_option(
         "memory",
@@ -430,27 +425,27 @@ class GeneralOptions(BaseModel):
     compression: Literal["none", "dgc"] = communication_option(
         "none",
         "gradient compression; dgc: deep gradient compression",
-        details="for algorithms that send gradients",
+        details="requires an algorithm that sends gradients",
         common=True,
     )
     checksum: bool = communication_option(
-        False, "checksums on gradients and models; damaged ones are rejected"
+        False, "checksums on gradients and models; damaged messages are rejected"
     )
     wire: Wire = communication_option(
         "auto",
         "number format of messages",
-        details="int8, int4: blocks with one scale each, for algorithms with servers; error "
-        "feedback compensates for the rounding, and models are sent as differences; auto: "
-        "int8 for aladdin-ahead, int4 while links are saturated, fp32 for all others; "
-        "fp32 sends models in float64 in float64",
+        details="int8, int4: quantised in blocks, for algorithms with servers; error feedback "
+        "compensates for the rounding, and models are sent as differences; auto: int8 for "
+        "aladdin-ahead (int4 while links are saturated), fp32 for others; fp32 keeps float64 "
+        "models in float64",
         common=True,
     )
 
     # -- computing
     compute: Literal["real", "timed"] = computing_option(
         "real",
-        "real: train; timed: simulate only time and message sizes",
-        details="nothing is computed",
+        "real: train; timed: only model time and message sizes",
+        details="timed steps compute nothing and take --compute-time",
     )
     compute_time: PositiveFloat | None = computing_option(
         None, "time of one step, for --compute timed", "SECONDS"
@@ -462,21 +457,21 @@ class GeneralOptions(BaseModel):
         {},
         "slowdown factors of workers, counted from 0, such as 0=10",
         "WORKER=FACTOR",
-        details="1 or more; separated by commas or spaces",
+        details="factors are 1 or more",
     )
     forward_share: Fraction = computing_option(
         FORWARD_SHARE,
         "share of a timed step that is the forward pass",
         "FRACTION",
-        default_text="a third",
+        default_text="1/3",
     )
     backward_shape: tuple[ShapePoint, ...] = computing_option(
         (),
         "progress of backward in timed steps, such as 0.1:0.5",
         "GRADIENT:TIME",
         default_text="proportional",
-        details="share of the gradient, last layer first, and share of backward's time after "
-        "which it is complete; separated by commas or spaces",
+        details="here the first tenth of the gradient, from the last layer on, is "
+        "complete after half of backward's time",
     )
 
     # -- output
@@ -498,40 +493,40 @@ class GeneralOptions(BaseModel):
     )
     replicate_every: NonNegativeInt = run_option(
         64,
-        "updates of a bucket at a server between two replicas of it",
+        "updates of a server's bucket between two replications",
         "UPDATES",
         formerly="mirror_every",
-        details="kept on another rank with mpirun --with-ft ulfm; a failed server's momentum or "
-        "centre is restored from them; 0: none",
+        details="with mpirun --with-ft ulfm a replica on another rank restores a failed server's "
+        "momentum or centre; 0: none",
     )
     resume: Literal["auto"] | Path | None = output_option(
         None,
-        "run to resume from its last checkpoint",
+        "run folder to resume from its last checkpoint",
         "FOLDER",
-        details="auto: the one in --run-dir if it has a checkpoint, otherwise start it",
+        details="auto: --run-dir if it has a checkpoint, otherwise start the run",
         common=True,
     )
     allow_resize: bool = output_option(
         False,
         "allow --resume with another number of workers or --servers",
-        details="the workers start from the checkpoint's global model",
+        details="all workers start from the checkpoint's global model",
     )
     checkpoint_every: Interval = output_option(
         None,
         "time between checkpoints, such as 5000, 2epochs, 10min or never",
         "INTERVAL",
         default_text="10min over MPI, never in simulation",
-        details="N, Nsamples, Nepochs, Nmin or Ns; there is always one at the end",
+        details="units: samples (default), epochs, min, s; a final one is always written",
         common=True,
     )
     eval_every: NonNegativeFloat = output_option(
-        1.0, "time between evaluations; 0: only at the end", "EPOCHS", common=True
+        1.0, "epochs between evaluations; 0: only at the end", "EPOCHS", common=True
     )
     evaluate_on: Literal["auto", "rank-0", "workers"] = output_option(
         "auto",
         "ranks that evaluate",
-        details="rank-0: on its CPU; workers: each evaluates an equal share of the test set, on "
-        "its device; auto: workers if all of them have a GPU",
+        details="rank-0: on its CPU; workers: each takes an equal share of the test set, on its "
+        "device; auto: workers if all of them have a GPU",
     )
     log_every: PositiveInt | None = output_option(
         None,
@@ -543,8 +538,8 @@ class GeneralOptions(BaseModel):
     progress: Literal["auto", "live", "lines"] = output_option(
         "auto",
         "progress display",
-        details="live: one line that is redrawn; lines: a line every few seconds; auto: live on a "
-        "terminal, also under mpirun on the host of rank 0",
+        details="live: one line, redrawn; lines: a new line every few seconds; auto: live on "
+        "a terminal, also under mpirun on rank 0's host",
     )
     quiet: bool = output_option(False, "print no progress")
 
@@ -553,14 +548,14 @@ class GeneralOptions(BaseModel):
     @field_validator("data_dir", "run_dir", "resume", mode="before")
     @classmethod
     def _check_path(cls, value: Any) -> Any:
-        if value == "":  # as of an unset variable; it would be the present folder
+        if value == "":  # from an unset variable; it would mean the current folder
             raise ValueError("expected a path, got ''; name a folder, or leave it out")
         return value
 
     @model_validator(mode="before")
     @classmethod
     def _fill_defaults(cls, values: Any) -> Any:
-        """The length of a run that is given none, and the rates of another optimizer than SGD."""
+        """Fill in the default length, and the default rates of optimizers other than SGD."""
         if not isinstance(values, dict):
             return values
         if all(values.get(name) is None for name in LENGTHS):
@@ -573,7 +568,7 @@ class GeneralOptions(BaseModel):
 
     @property
     def step_size(self) -> int:
-        """Samples of a worker's step."""
+        """Samples of one worker's step."""
         return self.batch_size * self.accumulate
 
     @model_validator(mode="after")
@@ -583,7 +578,7 @@ class GeneralOptions(BaseModel):
         return self
 
     def _conflicts(self) -> Iterator[str]:
-        """What does not go together, and the remedy."""
+        """Yield an error message for each invalid combination of options."""
         lengths = [f"--{name}" for name in LENGTHS if getattr(self, name) is not None]
         if len(lengths) > 1:
             yield f"{' and '.join(lengths)} exclude each other; give one of them"
