@@ -165,6 +165,7 @@ def test_probe_script_measures_two_nodes(cluster: SlurmCluster) -> None:
         ("compare.sbatch", {"ALGORITHMS": "bsp asp"}, [], "--array=0-1"),
         ("probe.sbatch", {}, ["--nodes", 3], "--nodes: "),
         ("scaling.sbatch", {}, ["--epochs", 3], "--epochs: "),
+        ("scaling.sbatch", {"RESTARTS": "1"}, [], "RESTARTS: "),
     ],
 )
 def test_batch_script_rejects_invalid_settings(
