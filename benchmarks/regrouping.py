@@ -53,8 +53,8 @@ QUICK = {"algorithms": ["asp"], "models": ["1 M"], "workers": 3}
 def longest_gap(algorithm: str, workers: int, spares: int, fails: bool, gbit: float) -> float:
     """Return the longest simulated time between two steps of a worker that does not fail."""
     size, failing = workers + spares + 1, 1 + workers // 2
-    deaths = {failing: FAILS_AT * STEP_SECONDS if fails else 1e6}
-    hosts = Cluster(hosts=-(-size // RANKS_PER_HOST), bandwidth_gbit=gbit, deaths=deaths)
+    failures = {failing: FAILS_AT * STEP_SECONDS if fails else 1e6}
+    hosts = Cluster(hosts=-(-size // RANKS_PER_HOST), bandwidth_gbit=gbit, failures=failures)
     data = TensorDataset(torch.randn(workers, FEATURES))
     steps: dict[int, list[float]] = defaultdict(list)
 

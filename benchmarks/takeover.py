@@ -64,7 +64,7 @@ CASES = (
 )
 
 
-def deaths(case: Case, epochs: float) -> dict[int, float]:
+def failures(case: Case, epochs: float) -> dict[int, float]:
     """Return the failing ranks and their times, in simulated seconds."""
     length = epochs * EPOCH / (WORKERS * BATCH) * STEP
     servers = 2 if find_algorithm(case.algorithm).has_servers else 0
@@ -85,8 +85,8 @@ def run(case: Case, seed: int, epochs: float, is_disturbed: bool) -> dict[str, A
         words += ["--compute-time", str(STEP), "--eval-every", "0", "--quiet"]
         words += ["--model", "digits", "--dataset", "digits", "--hosts", str(WORKERS)]
         if is_disturbed:
-            told = [f"{rank}={at}" for rank, at in deaths(case, epochs).items()]
-            words += ["--spares", str(case.spares), "--deaths", *told]
+            told = [f"{rank}={at}" for rank, at in failures(case, epochs).items()]
+            words += ["--spares", str(case.spares), "--failures", *told]
         words += ["--run-dir", str(Path(folder) / "run")]
         return simulate(parse(SimulateOptions, words, NAME, ""))
 

@@ -55,7 +55,7 @@ CANNOT_WIN = "cannot win"
 TIE = 0.01
 """Share by which two candidates may differ and count as equal: then fewer servers are better."""
 ERROR = 0.05
-"""How far virtual time has been off in the network lab (docs/design/measurements.md), as a share."""
+"""Largest relative error of simulated time in the network lab (docs/design/measurements.md)."""
 
 
 @dataclass

@@ -289,7 +289,7 @@ def _is_regular(options: SimulateOptions, on: ClusterTraits) -> bool:
     blocks = tuple(worker // each for worker in range(on.workers)) if each else ()
     return (
         len(set(on.on_host)) == 1
-        and not (cluster.deaths or cluster.pauses)
+        and not (cluster.failures or cluster.pauses)
         and cluster.worker_hosts in ((), blocks)
     )
 

@@ -23,7 +23,15 @@ from aladdin_mpi.data.sampler import Period
 from aladdin_mpi.errors import UserError, system_error
 from aladdin_mpi.optimizers.sgd import LearningRate
 from aladdin_mpi.options.algorithms import Algorithm
-from aladdin_mpi.options.run import RESIZE_FIELDS, RESUME_FIELDS, RunOptions, agreed, differences
+from aladdin_mpi.options.reader import with_current_names
+from aladdin_mpi.options.run import (
+    RESIZE_FIELDS,
+    RESUME_FIELDS,
+    RunOptions,
+    SimulateOptions,
+    agreed,
+    differences,
+)
 from aladdin_mpi.process import files
 from aladdin_mpi.process.files import check_own_folder, remove_tree, write_whole
 from aladdin_mpi.session.context import Context, collect_model
@@ -243,6 +251,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"--resume: {path} is damaged: {fault}; take another copy of the run folder"
         )
+    manifest["option"] = with_current_names(SimulateOptions, manifest["option"])
     return manifest
 
 

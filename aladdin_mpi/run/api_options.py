@@ -13,7 +13,15 @@ from aladdin_mpi.control.exchange import all_or_none
 from aladdin_mpi.errors import ClosedError, UserError
 from aladdin_mpi.options.algorithms import find_algorithm
 from aladdin_mpi.options.general import OWN_DATA
-from aladdin_mpi.options.reader import Setting, Settings, as_argument, build, leaves, overlay
+from aladdin_mpi.options.reader import (
+    Setting,
+    Settings,
+    as_argument,
+    build,
+    current_name,
+    leaves,
+    overlay,
+)
 from aladdin_mpi.options.run import RunOptions, RunRequest, SimulateOptions
 from aladdin_mpi.process import guard
 from aladdin_mpi.run.resumption import agree_on_resume
@@ -109,7 +117,9 @@ def agreed_options(
 def _named(settings: dict[str, Any], module: nn.Module) -> Settings:
     """Arguments as settings; the commands' defaults name a model and data that these are not."""
     named = {"model": type(module).__name__, "dataset": OWN_DATA, **settings}
-    return {(name,): Setting(value, name) for name, value in named.items()}
+    return {
+        (current_name(RunOptions, name),): Setting(value, name) for name, value in named.items()
+    }
 
 
 def simulated_options(

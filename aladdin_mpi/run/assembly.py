@@ -193,7 +193,7 @@ def _on_error(undo: Callable[[], None]) -> Iterator[None]:
 
 def _replicas(context: Context, role: Role) -> StoredReplicas | None:
     """Replicate the servers' states, if the run can survive the failure of a server."""
-    transport, every = context.transport, context.options.mirror_every
+    transport, every = context.transport, context.options.replicate_every
     if not every or not context.servers or not transport.is_revoked(without=0):
         return None
     if isinstance(role, ServerAlgorithm) and (

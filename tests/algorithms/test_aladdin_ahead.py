@@ -425,7 +425,7 @@ def any_job(seed: int) -> Job:
     network = any_network(seed, servers + workers).model_dump()
     dying = r.sample(range(servers, servers + workers), r.randint(0, workers - 1))
     dying = dying if seed % 2 else []
-    deaths = {rank: r.uniform(0.0, 1.3 * steps) for rank in dying}
+    failures = {rank: r.uniform(0.0, 1.3 * steps) for rank in dying}
     return Job(
         NAME,
         workers=workers,
@@ -436,7 +436,7 @@ def any_job(seed: int) -> Job:
         settings={"weight_decay": 0.0, "momentum": r.choice([0.0, 0.9])},
         slowdown={r.randrange(workers): r.choice([1.0, 3.0])},
         jitter=0.3,
-        cluster=Cluster(**{**network, "deaths": deaths}),
+        cluster=Cluster(**{**network, "failures": failures}),
         seed=seed,
     )
 

@@ -129,7 +129,7 @@ def test_rank_failure_ends_queued_collectives() -> None:
         assert all(each.request is not None and each.request.done for each in queued)
         return str(caught.value)
 
-    errors = run(4, main, lab(4, deaths={3: 0.002}))
+    errors = run(4, main, lab(4, failures={3: 0.002}))
     assert all("rank 3 (host 3)" in error for error in errors[:3])
 
 
@@ -201,7 +201,7 @@ def speed_up(run_dir: Path, workers: int, megabytes: float) -> float:
 
 
 @pytest.mark.parametrize("workers", [4, 8])
-def test_multistep_hides_all_gathers_behind_forward_pass(
+def test_multistep_overlaps_all_gathers_with_forward_pass(
     tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # 120 MB (n - 1)/n take up to 0.21 s there, and as much back: backward has two thirds of a

@@ -92,7 +92,8 @@ def shown_help(model: type[BaseModel]) -> str:
 def test_help_shows_every_option_with_its_default(model: type[BaseModel]) -> None:
     text = shown_help(model)
     for leaf in leaves(model).values():
-        entry = re.search(rf"^ +{leaf.flag}[ ,].*?\(default:\s(.*?)\)\n", text, re.M | re.S)
+        flag = re.escape(f"--[no-]{leaf.flag[2:]}" if leaf.is_bool else leaf.flag)
+        entry = re.search(rf"^ +{flag}\s.*?\(default:\s(.*?)\)\n", text, re.M | re.S)
         assert entry, leaf.flag
         assert " ".join(entry[1].split()) == leaf.default_text
 
@@ -110,7 +111,7 @@ def test_help_has_groups_units_and_choices() -> None:
         assert text.count(f"\n{title}:\n") == 1
     assert "--timeout SECONDS" in text
     assert "--wire {auto,fp32,bf16,int8,int4}" in text
-    assert "--nesterov, --no-nesterov" in text
+    assert "--[no-]nesterov " in text
     assert "--cluster FILE" in text
 
 
@@ -263,7 +264,7 @@ def test_toml_reads_back_equal(line: str, model: type[RunOptions], config: Path)
 
 def test_toml_of_a_cluster_reads_back_equal(config: Path) -> None:
     options = simulated(
-        "--hosts 3 --ranks-per-host 5 --deaths 1=2.5 --pauses 3:10:2.5,0:1:1 --links 2=1.5 "
+        "--hosts 3 --ranks-per-host 5 --failures 1=2.5 --pauses 3:10:2.5,0:1:1 --links 2=1.5 "
         "--backward-shape 0.1:0.5,0.6:0.7 --forward-share 0.2 --workers 2 --worker-hosts 2,0"
     )
     assert options.cluster.pauses == ((3, 10.0, 2.5), (0, 1.0, 1.0))
@@ -384,7 +385,7 @@ def test_ranks_must_fit_the_hosts() -> None:
     assert re.search(r"--ranks-per-host\b.*--placement block\b.*\bcyclic\b", text)
 
 
-@pytest.mark.parametrize("option", ["--deaths 2=9.5,9=3", "--pauses 2:1:1 9:10:2.5"])
+@pytest.mark.parametrize("option", ["--failures 2=9.5,9=3", "--pauses 2:1:1 9:10:2.5"])
 def test_events_of_nonexistent_rank_are_rejected(option: str) -> None:
     options = simulated(option)
     check_cluster(options, 10)

@@ -108,8 +108,8 @@ def test_state_of_a_failed_server_is_restored_from_its_replica(
     settings: dict[str, Any],
 ) -> None:
     spy = Spy(monkeypatch)
-    cluster = Cluster(deaths={0: DEATH}).placed(servers)
-    how = {**settings, "mirror_every": 1}
+    cluster = Cluster(failures={0: DEATH}).placed(servers)
+    how = {**settings, "replicate_every": 1}
     VirtualCluster(servers + WORKERS, cluster, 0).run(
         lambda transport: train(transport, tmp_path / "run", servers, how)
     )
@@ -138,10 +138,10 @@ def test_bucket_is_replicated_after_every_fourth_update(
 
     monkeypatch.setattr(server_replica.ServerReplica, "note", counted)
     monkeypatch.setattr(server_replica, "send_object", send)
-    cluster = Cluster(deaths={WORKERS: 1e6}).placed(1)  # after the end: there are replicas
+    cluster = Cluster(failures={WORKERS: 1e6}).placed(1)  # after the end: there are replicas
     VirtualCluster(1 + WORKERS, cluster, 0).run(
         lambda transport: train(
-            transport, tmp_path / "run", 1, {"algorithm": "easgd", "mirror_every": 4}
+            transport, tmp_path / "run", 1, {"algorithm": "easgd", "replicate_every": 4}
         )
     )
     assert len(sent_at) > 1
@@ -153,8 +153,8 @@ def test_momentum_of_a_failed_server_restarts_without_a_replica(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     spy = Spy(monkeypatch)
-    how = {"algorithm": "asp", "momentum": 0.9, "asp": {"momentum": "server"}, "mirror_every": 0}
-    VirtualCluster(2 + WORKERS, Cluster(deaths={0: DEATH}).placed(2), 0).run(
+    how = {"algorithm": "asp", "momentum": 0.9, "asp": {"momentum": "server"}, "replicate_every": 0}
+    VirtualCluster(2 + WORKERS, Cluster(failures={0: DEATH}).placed(2), 0).run(
         lambda transport: train(transport, tmp_path / "run", 2, how)
     )
     merged = spy.formers[0]

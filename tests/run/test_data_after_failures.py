@@ -69,8 +69,8 @@ def play(
                 run.step(loss)
         return run.summary
 
-    deaths = {servers + worker: second for worker, second in lost.items()}
-    cluster = Cluster(hosts=1, deaths=deaths).placed(servers)
+    failures = {servers + worker: second for worker, second in lost.items()}
+    cluster = Cluster(hosts=1, failures=failures).placed(servers)
     summaries = VirtualCluster(servers + WORKERS, cluster, start_time=start).run(train)
     return next(filter(None, summaries))
 

@@ -72,7 +72,7 @@ def test_surviving_ranks_agree_on_the_next_group_despite_further_failures(seed: 
     """Also if the first rank of the next group fails while it announces the members."""
     latency = 1e-3
     moments = {0: 0.0, 1: 1e-9 + latency * (0.5 + seed / 4), 5: latency * seed / 5}
-    cluster = Cluster(hosts=SIZE, latency_us=1e6 * latency, deaths=moments)
+    cluster = Cluster(hosts=SIZE, latency_us=1e6 * latency, failures=moments)
 
     before = begin(SIZE, SERVERS, SPARES)
 

@@ -212,7 +212,7 @@ def test_custom_loop_shows_live_progress_under_mpirun_in_80_columns(tmp_path: Pa
 def test_simulation_shows_progress_in_200_columns_until_ctrl_c(tmp_path: Path) -> None:
     """A worker fails, which is reported and shown; then the terminal is left as it was."""
     command = [sys.executable, "-m", "aladdin_mpi.simulate", "--epochs", "500", "--workers", "4"]
-    command += ["--eval-every", "0.5", "--deaths", "2=4", "--run-dir", str(tmp_path / "run")]
+    command += ["--eval-every", "0.5", "--failures", "2=4", "--run-dir", str(tmp_path / "run")]
 
     def type_when(text: str) -> bytes | None:
         return CTRL_C if "3 of 4 workers alive" in text and "accuracy" in text else None

@@ -244,9 +244,9 @@ def test_steps_keep_their_sample_count_after_resize(tmp_path: Path, algorithm: s
 def test_workers_may_fail_before_and_after_a_resize(tmp_path: Path, algorithm: str) -> None:
     plan: list[object] = ["--algorithm", algorithm, "--compute", "timed", "--model", "size:0.01"]
     words = [*plan, "--quiet", "--servers", 2, "--run-dir", tmp_path / "run", "--workers", 4]
-    start(*words, "--samples", 800, "--deaths", "3=1.35")
+    start(*words, "--samples", 800, "--failures", "3=1.35")
     resume = ["--resume", tmp_path / "run", "--allow-resize", "--workers", 3, "--servers", 1]
-    figures = start(*resume, "--samples", 1600, "--deaths", "2=4")
+    figures = start(*resume, "--samples", 1600, "--failures", "2=4")
     assert figures["samples"] == 1600
     assert [failure["rank"] for failure in figures["failures"]] == [3, 2]
     assert figures["gradients_applied"] == figures["gradients_computed"] > 0

@@ -272,7 +272,7 @@ def test_empty_run_dir_is_refused() -> None:
 
 def test_simulation_reports_failure_that_leaves_too_few_ranks(tmp_path: Path) -> None:
     completed = simulate(
-        tmp_path / "run", "--workers", 1, "--samples", 64, "--deaths", "0=1.001", check=False
+        tmp_path / "run", "--workers", 1, "--samples", 64, "--failures", "0=1.001", check=False
     )
     check_names(refusal(completed), "rank 0", "too few")
 

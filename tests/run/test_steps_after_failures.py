@@ -73,7 +73,7 @@ class Line(nn.Module):
 def job(algorithm: str, lost: dict[int, float], steps: int = 14, **settings: Any) -> Job:
     """A run on :class:`Line` of five equally fast workers."""
     first = 1 if find_algorithm(algorithm).has_servers else 0
-    deaths = {first + worker: second for worker, second in lost.items()}
+    failures = {first + worker: second for worker, second in lost.items()}
     return Job(
         algorithm,
         workers=WORKERS,
@@ -82,7 +82,7 @@ def job(algorithm: str, lost: dict[int, float], steps: int = 14, **settings: Any
         noise=0.0,
         settings={"momentum": 0.0, "weight_decay": 0.0, **settings},
         schedule=lambda samples: LR,
-        cluster=NO_DELAY.model_copy(update={"deaths": deaths}),
+        cluster=NO_DELAY.model_copy(update={"failures": failures}),
         problem=Line,
         spoil=lambda worker, step: 1.0,
     )
@@ -179,7 +179,7 @@ def test_bsp_averages_received_gradients_of_each_bucket_after_a_failure(
         hosts=8,
         latency_us=1e5,
         bandwidth_gbit=16e-7,  # a tenth of a second for each bucket
-        deaths={servers + 4: second},
+        failures={servers + 4: second},
     )
     candidates = Rounds(plan).check(one_mean=False)
     assert candidates[-2:] == [1, 1]
@@ -289,7 +289,7 @@ def test_step_size_is_kept_by_the_next_group(algorithm: str, tmp_path: Path) -> 
     """All slopes are 1, so that each round of all workers moves each model by the rate."""
     servers = 1 if find_algorithm(algorithm).has_servers else 0
     lost = LOST["two lost" if algorithm == "multistep" else "one lost"]
-    deaths = {servers + worker: second for worker, second in lost.items()}
+    failures = {servers + worker: second for worker, second in lost.items()}
     models: dict[tuple[int, int], list[float]] = defaultdict(list)
 
     def train(transport: Transport) -> None:
@@ -322,7 +322,7 @@ def test_step_size_is_kept_by_the_next_group(algorithm: str, tmp_path: Path) -> 
                 loss.backward()
                 run.step(loss)
 
-    cluster = Cluster(hosts=1, deaths=deaths).placed(servers)
+    cluster = Cluster(hosts=1, failures=failures).placed(servers)
     VirtualCluster(servers + WORKERS, cluster).run(train)
     newest = max(groups for _, groups in models)
     last = [seen for (_, groups), seen in models.items() if groups == newest > 1]

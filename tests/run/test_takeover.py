@@ -50,7 +50,7 @@ class Schedule:
     servers: int
     spares: int
     samples: int
-    deaths: dict[int, float]
+    failures: dict[int, float]
     settings: dict[str, Any]
     seed: int
     hosts: int
@@ -112,7 +112,7 @@ def schedule(algorithm: str, seed: int) -> Schedule:
 def play(plan: Schedule, folder: Path) -> Outcome:
     outcome = Outcome([0] * plan.size)
     hosts = Cluster(
-        hosts=plan.hosts, bandwidth_gbit=1e-3, latency_us=1e3, deaths=plan.deaths
+        hosts=plan.hosts, bandwidth_gbit=1e-3, latency_us=1e3, failures=plan.failures
     ).placed(plan.servers)
     cluster = VirtualCluster(plan.size, hosts, plan.seed)
     try:
@@ -171,11 +171,11 @@ def check(plan: Schedule, outcome: Outcome) -> None:
     dropped, refused = figures["gradients_dropped"], figures["gradients_refused"]
     assert not refused
     assert figures["gradients_applied"] + dropped + lost == figures["gradients_computed"]
-    by_survivors = sum(n for rank, n in enumerate(outcome.steps) if rank not in plan.deaths)
+    by_survivors = sum(n for rank, n in enumerate(outcome.steps) if rank not in plan.failures)
     # In a simulation, a step under way when a group is revoked has not been computed yet.
     assert by_survivors - outcome.interrupted <= figures["gradients_computed"] <= sum(outcome.steps)
     reported = {each["rank"] for each in figures["failures"]}
-    assert reported <= set(plan.deaths)
+    assert reported <= set(plan.failures)
     if any(model.numel() for model in models):
         before, after = FEATURES, (models[0][:FEATURES] - 1).norm()
         assert after < 2 * before
@@ -188,8 +188,8 @@ def may_end(plan: Schedule, outcome: Outcome) -> bool:
     """
     if plan.reduces and "run.reduce()" in outcome.reason:
         return True
-    first = min(plan.deaths.values())
-    return len(plan.deaths) > 1 or outcome.began is None or first < outcome.began
+    first = min(plan.failures.values())
+    return len(plan.failures) > 1 or outcome.began is None or first < outcome.began
 
 
 @pytest.mark.parametrize("seed", range(max(4, SCHEDULES // 5)))

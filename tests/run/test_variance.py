@@ -117,7 +117,7 @@ def measured(
         return variance.at_end()
 
     ends = VirtualCluster(len(models), cluster).run(main)
-    return reported, [end for rank, end in enumerate(ends) if rank not in cluster.deaths]
+    return reported, [end for rank, end in enumerate(ends) if rank not in cluster.failures]
 
 
 def models(count: int, spread: float = 0.1) -> list[Tensor]:
@@ -159,7 +159,7 @@ def test_model_variance_of_one_worker_is_zero() -> None:
 
 def test_model_variance_excludes_a_failed_worker() -> None:
     ranks = models(6)
-    failed = network(deaths={4: 0.5})  # before the request
+    failed = network(failures={4: 0.5})  # before the request
     reported, ends = measured(ranks, 1, WHOLE, failed)
     expected = variance_of(torch.stack([ranks[i] for i in (1, 2, 3, 5)]))
     assert reported == [pytest.approx(expected, rel=1e-9)]
@@ -168,7 +168,7 @@ def test_model_variance_excludes_a_failed_worker() -> None:
 
 def test_model_variance_excludes_a_worker_that_fails_before_its_reply() -> None:
     ranks = models(6)
-    slow = network(deaths={4: 1.1}, latency_us=2e5, local_latency_us=2e5)
+    slow = network(failures={4: 1.1}, latency_us=2e5, local_latency_us=2e5)
     reported, _ = measured(ranks, 1, WHOLE, slow)
     expected = variance_of(torch.stack([ranks[i] for i in (1, 2, 3, 5)]))
     assert reported == [pytest.approx(expected, rel=1e-9)]
@@ -241,7 +241,7 @@ def test_measuring_model_variance_does_not_change_the_run(tmp_path: Path) -> Non
 
 
 def test_model_variance_is_measured_after_a_worker_fails(tmp_path: Path) -> None:
-    run_small(tmp_path / "run", "aladdin", "--epochs", 3, "--eval-every", 0.25, "--deaths", "3=4")
+    run_small(tmp_path / "run", "aladdin", "--epochs", 3, "--eval-every", 0.25, "--failures", "3=4")
     values = variances(tmp_path / "run")
     assert len(values) == 12
     assert all(value is not None and value > 0 for value in values)

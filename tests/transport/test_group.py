@@ -19,8 +19,8 @@ TAG = 7
 NEEDED = 0
 
 
-def run(main: Callable[[Transport], Any], deaths: dict[int, float] | None = None) -> list[Any]:
-    return VirtualCluster(SIZE, Cluster(hosts=SIZE, deaths=deaths or {4: 1e9}), 0).run(main)
+def run(main: Callable[[Transport], Any], failures: dict[int, float] | None = None) -> list[Any]:
+    return VirtualCluster(SIZE, Cluster(hosts=SIZE, failures=failures or {4: 1e9}), 0).run(main)
 
 
 def group_of(

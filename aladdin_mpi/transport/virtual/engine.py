@@ -56,7 +56,7 @@ class VirtualCluster:
     ) -> None:
         if size < 1:
             raise UserError(f"size: expected 1 rank or more, got {size}")
-        _check_ranks("deaths", list(cluster.deaths), size)
+        _check_ranks("failures", list(cluster.failures), size)
         _check_ranks("pauses", [pause[0] for pause in cluster.pauses], size)
         self.size = size
         self.cluster = cluster
@@ -81,10 +81,10 @@ class _Run:
     def __init__(self, setup: VirtualCluster) -> None:
         self.clock = VirtualClock(setup.seed, setup.start_time)
         # A resumed run starts with all ranks again, as over MPI.
-        self.deaths = _from(setup.start_time, setup.cluster.deaths)
+        self.failures = _from(setup.start_time, setup.cluster.failures)
         silences = _silences(setup)
         self.silences = _from(setup.start_time, silences)
-        may_fail = bool(setup.cluster.deaths or silences)
+        may_fail = bool(setup.cluster.failures or silences)
         self.fabric = Fabric(setup.cluster, setup.size, self.clock, may_fail)
         self.live = 0
 
@@ -94,7 +94,7 @@ class _Run:
         results: list[T | None] = [None] * len(transports)
         for transport in transports:
             transport.fiber.start(self._body(transport, main, results))
-        for moments, end in (self.deaths, self._die), (self.silences, self._exclude):
+        for moments, end in (self.failures, self._fail), (self.silences, self._exclude):
             for rank, time in sorted(moments.items()):
                 clock.at(max(time, clock.now), end, transports[rank], EARLY)
         self._count_live()
@@ -131,7 +131,7 @@ class _Run:
         if not live:
             self.clock.stop()
 
-    def _die(self, transport: VirtualTransport) -> None:
+    def _fail(self, transport: VirtualTransport) -> None:
         if not transport.fiber.ended:
             self.fabric.remove(transport.rank)
             self._count_live()  # a rank killed before it began has counted nothing
@@ -139,7 +139,7 @@ class _Run:
     def _exclude(self, transport: VirtualTransport) -> None:
         if not transport.fiber.ended:
             self.fabric.excluded |= {transport.rank}
-            self._die(transport)
+            self._fail(transport)
 
     def _deadlock(self) -> str:
         title = f"deadlock at {self.clock.now:.6f} s: nothing is under way that could end a wait"

@@ -273,15 +273,15 @@ def test_placement_of_workers_leaves_servers_on_the_first_host() -> None:
 
 
 def test_cluster_reads_text_and_refuses_nonsense() -> None:
-    cluster = Cluster.model_validate({"pauses": ["3:10:2.5"], "deaths": {"2": "1.5"}})
+    cluster = Cluster.model_validate({"pauses": ["3:10:2.5"], "failures": {"2": "1.5"}})
     assert cluster.pauses == ((3, 10.0, 2.5),)
-    assert cluster.deaths == {2: 1.5}
+    assert cluster.failures == {2: 1.5}
     for bad in (
         {"hosts": 0},
         {"bandwidth_gbit": 0},
         {"latency_us": -1},
         {"latency_us": float("nan")},
-        {"deaths": {-1: 2.0}},
+        {"failures": {-1: 2.0}},
         {"pauses": ["3:10"]},
         {"bandwith_gbit": 3},
         {"links": {0: 0}},

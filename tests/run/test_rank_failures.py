@@ -53,7 +53,7 @@ def schedule(variant: str, seed: int) -> Job:
     steps = r.choice([3, 12, 30])
     network = any_network(seed, ranks).model_dump()
     hanging = failing[: r.choice([0, 0, 1, 2])]
-    deaths = {rank: r.uniform(0.0, 1.3 * steps) for rank in failing if rank not in hanging}
+    failures = {rank: r.uniform(0.0, 1.3 * steps) for rank in failing if rank not in hanging}
     # The network's pauses are shorter, and exclude no rank.
     pauses = [pause for pause in network["pauses"] if pause[0] not in hanging]
     pauses += [(rank, r.uniform(0.0, 1.3 * steps), r.uniform(9.0, 40.0)) for rank in hanging]
@@ -69,7 +69,7 @@ def schedule(variant: str, seed: int) -> Job:
         slowdown={r.randrange(workers): r.choice([1.0, 3.0])},
         jitter=0.3,
         noise=0.1,
-        cluster=Cluster(**{**network, "deaths": deaths, "pauses": pauses}),
+        cluster=Cluster(**{**network, "failures": failures, "pauses": pauses}),
         seed=seed,
         silence=SILENCE,
     )
@@ -156,8 +156,8 @@ def remaining_distance(job: Job, model: Tensor) -> float:
 def test_last_surviving_worker_uses_up_the_sample_budget() -> None:
     """Half the budget is left to a single worker, which uses it up."""
     job = Job("aladdin", workers=5, samples=400, schedule=lambda samples: LR, noise=0.0)
-    deaths = {rank: 10.0 + rank for rank in range(2, 6)}
-    job.cluster = any_network(0, 6).model_copy(update={"deaths": deaths, "hosts": 1})
+    failures = {rank: 10.0 + rank for rank in range(2, 6)}
+    job.cluster = any_network(0, 6).model_copy(update={"failures": failures, "hosts": 1})
     outcome = run(job)
     (survivor,) = outcome.workers
     assert survivor.role.counts()["computed"] > 30

@@ -64,7 +64,7 @@ def test_worker_failing_before_training_is_excluded_in_simulation(
 ) -> None:
     killed = 1 if algorithm in ("aladdin", "bsp") else 2
     words = ["--algorithm", algorithm, "--workers", 3, "--samples", 320, "--quiet"]
-    words += ["--run-dir", tmp_path / "run", "--deaths", f"{killed}=0.00001"]
+    words += ["--run-dir", tmp_path / "run", "--failures", f"{killed}=0.00001"]
     figures = start(*words)
     assert [each["rank"] for each in figures["failures"]] == [killed]
     assert figures["samples"] == 320 and figures["samples_lost"] == 0
@@ -74,7 +74,7 @@ def test_worker_failing_before_training_is_excluded_in_simulation(
 def test_failed_ranks_rejoin_a_resumed_simulation(tmp_path: Path) -> None:
     """As over MPI, also if the rank was needed: it failed before the resumed run."""
     plan = ["--workers", 3, "--servers", 2, "--quiet", "--checkpoint-every", 160]
-    words = [*plan, "--run-dir", tmp_path / "run", "--samples", 640, "--deaths", "0=1.3", "3=1.2"]
+    words = [*plan, "--run-dir", tmp_path / "run", "--samples", 640, "--failures", "0=1.3", "3=1.2"]
     first = start(*words)
     assert (first["workers"], first["servers"], len(first["failures"])) == (2, 1, 2)
     words = ["--resume", tmp_path / "run", "--samples", 960]
