@@ -116,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
         default=1,
         help="smallest number of runs of each algorithm",
     )
-    add("--workers", type=whole(2), default=8, help="of each run")
+    add("--workers", type=whole(2), default=8, help="workers of each run")
     add(
         "--more-workers",
         type=whole(2),

@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add("--model", nargs="*", default=list(MEGABYTES), help="image models of aladdin_mpi.train")
     add("--batch", type=whole(), default=8, help="samples per rank and step")
-    add("--steps", type=whole(), default=10, help="in one measurement")
+    add("--steps", type=whole(), default=10, help="steps in one measurement")
     add("--optimizer", choices=["sgd", "adamw"], default="sgd", help="optimizer of all steps")
     add("--sum", nargs="*", choices=sums, default=sums, help="contenders whose sums are measured")
     add(
@@ -159,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="sizes of sums in MB",
     )
     add("--bucket-mb", type=positive, default=4.0, help="size of our buckets in MB")
-    add("--sums", type=whole(), default=10, help="in one measurement")
+    add("--sums", type=whole(), default=10, help="sums in one measurement")
     add("--repeats", type=whole(), default=7, help="number of turns of which the median is taken")
     add("--limit", type=positive, default=1800.0, help="time limit of a run in s")
     args = quick.parse(parser, argv, QUICK)

@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = harness.make_parser(
         NAME, "Compare how messages share links in the lab and in the simulator."
     )
-    parser.add_argument("--repeats", type=whole(), default=60, help="of each size")
+    parser.add_argument("--repeats", type=whole(), default=60, help="repetitions of each size")
     parser.add_argument("--quick", action="store_true", help="three of each")
     args = parser.parse_args(argv)
     repeats = 3 if args.quick else args.repeats

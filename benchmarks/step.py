@@ -1,4 +1,4 @@
-"""Measure the time that ALADDIN's communication adds to a worker's step without a network.
+"""Measure the time that ALADDIN's communication adds to a worker's step on one machine.
 
     python -m benchmarks.step --save --check
     python -m benchmarks.step --model resnet50 --pixels 224 --steps 2 --repeats 3 --save
