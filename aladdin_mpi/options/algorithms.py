@@ -228,8 +228,8 @@ def _check_lookahead(run: GeneralOptions) -> None:
     steps = own(run, AladdinOptions).lookahead
     if steps and not run.momentum:
         raise UserError(
-            f"--aladdin-lookahead: expected 0 with --momentum 0, got {steps:g}: a worker looks "
-            "ahead along its momentum; leave the option out, or set --momentum"
+            "--aladdin-lookahead requires a momentum above 0, along which workers look ahead. "
+            "Set --momentum, or leave --aladdin-lookahead out."
         )
 
 
@@ -314,14 +314,14 @@ def _check_host_first(run: GeneralOptions) -> None:
     """The workers of a host add up whole gradients."""
     if not own(run, BspOptions).host_first:
         return
-    whole = "which adds up whole gradients"
+    whole = "which sums whole gradients"
     for flag, is_given, why in (
-        ("--node-sums", run.node_sums, "which adds up on the host too; leave"),
-        (f"--compression {run.compression}", run.compression != "none", f"{whole}; leave"),
-        (f"--wire {run.wire}", run.wire in QUANTISED_BITS, f"{whole}; use --wire bf16, or leave"),
+        ("--node-sums", run.node_sums, "which already sums gradients on the host. Leave"),
+        (f"--compression {run.compression}", run.compression != "none", f"{whole}. Leave"),
+        (f"--wire {run.wire}", run.wire in QUANTISED_BITS, f"{whole}. Use --wire bf16, or leave"),
     ):
         if is_given:
-            raise UserError(f"{flag}: expected without --bsp-host-first, {why} one of the two out")
+            raise UserError(f"{flag} cannot be combined with --bsp-host-first, {why} one out.")
 
 
 BSP = Algorithm(
