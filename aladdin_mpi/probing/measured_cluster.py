@@ -423,6 +423,6 @@ def _lost(error: WaitTimeoutError, transport: Transport) -> LostError:
     named = re.search(r"rank (\d+), tag", waited)
     where = f" on host {transport.host_names[int(named[1])]}" if named else ""
     return LostError(
-        f"{waited}{where}: that rank hangs, has died, or its step takes very long; start the probe "
-        "without its host, or give it more time with --seconds"
+        f"{waited}{where}: that rank hangs, has failed, or its step takes very long; start the "
+        "probe without its host, or allow more time with --seconds"
     )
