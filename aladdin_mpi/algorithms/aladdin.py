@@ -271,7 +271,8 @@ def _check_optimizer(optimizer: Optimizer, run: GeneralOptions) -> None:
     if steps:
         raise UserError(
             "--aladdin-lookahead requires the built-in SGD, along whose momentum workers look "
-            f"ahead; {optimizer.name} has none. Leave --aladdin-lookahead out."
+            f"ahead; this run uses another optimizer ({optimizer.name}). Leave "
+            "--aladdin-lookahead out."
         )
 
 

@@ -94,8 +94,9 @@ def check_optimizer(algorithm: Algorithm, options: GeneralOptions, optimizer: Op
     if algorithm.optimizers == "sgd" or options.compression != "none":
         what = algorithm.name if algorithm.optimizers == "sgd" else "--compression dgc"
         raise UserError(
-            f"optimizer: {what} requires momentum SGD; {name} is another optimizer. Use "
-            "--momentum and --weight-decay instead, or another algorithm, such as ar-sgd."
+            f"optimizer: {what} requires the built-in momentum SGD; this run uses another "
+            f"optimizer ({name}). Use --momentum and --weight-decay instead, or another "
+            "algorithm, such as ar-sgd."
         )
     if algorithm.optimizers == "by-value" and not optimizer.takes_parts:
         able = ", ".join(sorted(a.name for a in ALGORITHMS.values() if a.optimizers == "any"))
@@ -107,7 +108,7 @@ def check_optimizer(algorithm: Algorithm, options: GeneralOptions, optimizer: Op
     place = place_of_momentum(algorithm, options)
     if place != "worker":
         raise UserError(
-            f"--{algorithm.name}-momentum {place} cannot be combined with the optimizer {name}. "
-            "Leave the option out."
+            f"--{algorithm.name}-momentum: {place} requires the built-in SGD; this run uses "
+            f"another optimizer ({name}). Leave the option out."
         )
     implementation(algorithm).check_optimizer(optimizer, options)

@@ -46,11 +46,12 @@ def check_ranks(algorithm: Algorithm, size: int, servers: int) -> None:
     least = algorithm.least_workers
     if workers < least:
         those = "one worker" if least == 1 else f"{least} workers"
-        beside = f", for --servers {servers} and {those}" if servers else ""
+        beside = f" (--servers {servers} and {those})" if servers else ""
+        alone = "; if mpirun started several, see docs/troubleshooting.md" if size == 1 else ""
         raise UserError(
-            f"--algorithm {algorithm.name}: expected at least {servers + least} ranks{beside}, got "
-            f"{size}; start it with mpirun -np {servers + least} or more, or simulate it with "
-            f"--workers {least} or more"
+            f"--algorithm {algorithm.name}: expected at least {servers + least} ranks{beside}, "
+            f"got {size}; start it with mpirun -np {servers + least} or more, or simulate it "
+            f"with --workers {least} or more{alone}"
         )
     if servers > workers:
         raise UserError(

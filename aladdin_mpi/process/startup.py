@@ -78,7 +78,8 @@ def _watch_parent(pipe: int, rank: int, pid: int, job: str, limit: float) -> Non
             job,
             f"aladdin_mpi: error: rank {rank} (host {os.uname().nodename}) has waited {limit:g} "
             f"s {what}: a rank has failed, hangs, or is slower than --timeout allows; check the "
-            "hosts of the others, then start the job again, or increase --timeout\n",
+            "hosts of the others, then start the job again, or increase --timeout "
+            "(docs/troubleshooting.md)\n",
         )
 
 

@@ -256,7 +256,7 @@ class Ending:
                 UserError(
                     "training loop: the program ended before run.batches() did, and other ranks "
                     "are waiting. Let the loop end by itself, leave it by break, or call "
-                    "run.close()."
+                    "run.close() (docs/troubleshooting.md)."
                 )
             )
 

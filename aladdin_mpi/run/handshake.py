@@ -103,5 +103,5 @@ def _compare(first: str, mine: str, expected: dict[str, Any], data: Mapping[str,
         more = f" and {len(found) - 5} more" if len(found) > 5 else ""
         raise UserError(
             f"differs from rank 0 (rank 0's value first): {'; '.join(found[:5])}{more}. Start "
-            "every rank with the same options, code and environment."
+            "every rank with the same options, code and environment (docs/troubleshooting.md)."
         )

@@ -285,7 +285,7 @@ def _count_scaled_losses() -> None:
 KEPT = (
     "the run trains the parameters that the model had when run.batches() began, in their memory "
     "at that time: change or load the model before that, and afterwards only write values into "
-    "it, as load_state_dict() does without assign=True"
+    "it, as load_state_dict() does without assign=True (docs/troubleshooting.md)"
 )
 
 
@@ -364,7 +364,7 @@ class LoopWatch:
                     f"run.step(). {self._loses_writes} would lose that, because the model that "
                     "it updates is stored elsewhere. Register changes that follow each step, "
                     "such as clamping weights, with run.project(); load weights before "
-                    "run.batches()"
+                    "run.batches() (docs/troubleshooting.md)"
                 )
 
     def _written(self) -> list[nn.Parameter]:

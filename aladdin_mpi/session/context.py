@@ -289,6 +289,7 @@ def warn_of_differences(context: Context, own: Tensor, model: Tensor) -> None:
             [
                 f"the workers' models differ by {largest:.1%}, and the first worker's is kept: "
                 f"worker {found.index(largest)} has another. Writes of the loop into parameters "
-                "must be the same on every worker: register them with run.project()"
+                "must be the same on every worker: register them with run.project() "
+                "(docs/troubleshooting.md)"
             ]
         )
