@@ -139,10 +139,7 @@ def for_one_process(settings: dict[str, Any]) -> dict[str, Any]:
     if not algorithm.has_servers and algorithm.least_workers == 1:
         return settings
     if not settings.get("quiet", False):
-        alone = (
-            f"a single process trains as ar-sgd with one worker does; to use {name}, start the "
-            "script with mpirun -np 3 or more"
-        )
+        alone = f"one process trains alone, with ar-sgd; to use {name}, run mpirun -np 3 or more"
         guard.warn([alone])
     kept = {name: value for name, value in settings.items() if name not in FOR_SEVERAL}
     return {**kept, "algorithm": "ar-sgd"}

@@ -260,10 +260,10 @@ def _prospects(context: Context) -> str:
     if context.transport.models_time or not context.transport.survives:
         return ""
     if context.transport.is_revoked(without=0):
-        return "ULFM: the run survives failures of ranks"
+        return "ULFM: if ranks fail, the surviving ranks continue"
     if context.needs_all is not None:
-        return f"ULFM: available, but {context.needs_all} requires every worker"
-    return "ULFM: the run survives failures of workers"
+        return f"ULFM: available, but {context.needs_all} needs every worker"
+    return "ULFM: if workers fail, the surviving ranks continue"
 
 
 def _remedy(run_dir: Path) -> str:

@@ -136,10 +136,7 @@ def follow(decision: Decision, request: RunRequest[Options], quiet: bool = False
         return _resumed(request, folder)
     if decision == "complete":
         if not quiet:
-            console.say(
-                f"aladdin_mpi: the run in {folder} is complete; there is nothing left to do",
-                sys.stdout,
-            )
+            console.say(f"aladdin_mpi: the run in {folder} is complete", sys.stdout)
         return None
     begins = {"resume": None, "allow_resize": False, "overwrite": decision == "replace"}
     return asked.model_copy(update=begins)

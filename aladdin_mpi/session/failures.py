@@ -110,7 +110,7 @@ class Failures:
         if rank < self._first_worker and not self._is_complete:
             raise LostError(f"{what}; it held a part of the model")
         if self._needed and not self._is_complete:
-            raise LostError(f"{what}; {self._needed} requires every worker")
+            raise LostError(f"{what}; {self._needed} needs every worker")
         if not self._transport.survives:
             raise LostError(
                 f"{what}; without ULFM (mpirun --with-ft ulfm) the other ranks cannot continue"
