@@ -63,7 +63,7 @@ def with_augmentation(arrays: ImageArrays, augment: str) -> ImageArrays:
     if augment in {"imagenet", *CLASSES}:  # for decoded images: grey or RGB, of pixels up to 255
         if channels not in (1, 3):
             raise UserError(
-                f"--augment {augment}: expected images of 1 or 3 channels, got {channels}; give "
+                f"--augment {augment}: expected images of 1 or 3 channels, got {channels}; use "
                 "auto, none or crop-flip"
             )
         maximum = recipe.normalisation.maximum
@@ -154,8 +154,8 @@ def load_dataset(
         )
     if shuffle_buffer < 1:
         raise UserError(
-            f"--shuffle-buffer: expected at least 1 sample, got {shuffle_buffer}; give 1 to read "
-            "each shard as it is"
+            f"--shuffle-buffer: expected at least 1 sample, got {shuffle_buffer}; use 1 to read "
+            "each shard in order"
         )
     for flag, value, choices in (
         ("--cache", cache, ("auto", "on", "off")),

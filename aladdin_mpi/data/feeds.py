@@ -320,9 +320,9 @@ def _every(batches: Iterable[Any], first: int, step: int, seed: int | None = Non
                 yield batch
         if isinstance(batches, Iterator):
             raise UserError(
-                f"batches(): {type(batches).__name__} ended after {number + 1} batches, before the "
-                "run did, and an iterator cannot begin again. Give an endless one, a shorter run, "
-                "or an iterable that can be iterated again."
+                f"batches(): {type(batches).__name__} ended after {number + 1} batches, before "
+                "the run did, and an iterator cannot be restarted. Pass an endless one, a "
+                "shorter run, or an iterable that can be iterated again."
             )
         if number < first:
             raise UserError(
@@ -406,8 +406,8 @@ def _check_not_sharded(data: Any, sharded: bool) -> None:
     if sharded:
         raise UserError(
             "batches(): sharded=True requires an iterable of batches or an IterableDataset. The "
-            f"samples of {type(data).__name__} have numbers and are dealt to the workers: leave "
-            "sharded out and give every worker the whole data."
+            f"samples of {type(data).__name__} have numbers and are distributed among the "
+            "workers: leave sharded out and pass every worker the whole data."
         )
 
 
@@ -449,8 +449,8 @@ def _check_loader(loader: DataLoader[Any], sharded: bool) -> None:
         )
     if loader.timeout and not loader.num_workers:
         raise UserError(
-            "batches(): timeout of the DataLoader requires num_workers > 0. Leave it out, or give "
-            "num_workers."
+            "batches(): timeout of the DataLoader requires num_workers > 0. Leave it out, or "
+            "pass num_workers."
         )
     if loader.num_workers and not getattr(loader, "in_order", True) and not sharded:
         raise UserError(

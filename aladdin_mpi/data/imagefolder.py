@@ -145,9 +145,9 @@ def list_splits(data_dir: Path | None) -> tuple[list[SplitListing], list[str]]:
     train = data_dir / "train"
     test = next((data_dir / name for name in ("test", "val") if (data_dir / name).is_dir()), None)
     if not train.is_dir():
-        raise UserError(f"--data-dir {data_dir}: there is no folder {train}; {layout}")
+        raise UserError(f"--data-dir {data_dir}: the folder {train} is missing; {layout}")
     if test is None:
-        raise UserError(f"--data-dir {data_dir}: there is neither a folder test nor val; {layout}")
+        raise UserError(f"--data-dir {data_dir}: neither a folder test nor val exists; {layout}")
     classes = class_names(train)
     return [list_images(split, classes) for split in (train, test)], classes
 

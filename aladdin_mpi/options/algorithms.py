@@ -41,8 +41,8 @@ AlphaRule = Literal["theory", "since-last", "literal"]
 Allreduce = Literal["auto", "ring", "mpi", "horovod", "torch"]
 OUTLAST_DEATHS = ("auto", "ring", "mpi")
 """The all-reduces that may stand for sums which outlast the failure of ranks."""
-FROM_WEIGHTED_MEAN = "they begin from the weighted mean of all models, with equal weights"
-FROM_CENTRE = "what the workers' own models were ahead of the centre is dropped"
+FROM_WEIGHTED_MEAN = "they start from the weighted mean of all models, with equal weights"
+FROM_CENTRE = "the differences of the workers' models from the centre are dropped"
 
 
 class OwnOptions(BaseModel):
@@ -289,7 +289,7 @@ ALADDIN_AHEAD = Algorithm(
     auto_wire="int8",
     clips="parts",
     optimizers="by-value",
-    on_resize="the workers' tracks begin anew",
+    on_resize="the workers' tracks are reset",
 )
 
 
@@ -520,7 +520,7 @@ AD_PSGD = Algorithm(
     AdPsgdOptions,
     holder="all",
     least_workers=2,
-    on_resize="they begin from the mean of all models",
+    on_resize="they start from the mean of all models",
 )
 
 
@@ -708,7 +708,7 @@ ADSP = Algorithm(
     AdspOptions,
     has_servers=True,
     quantises=True,
-    on_resize="the rate of commits is searched anew",
+    on_resize="the commit rate is searched again",
 )
 
 ALGORITHMS: dict[str, Algorithm] = {

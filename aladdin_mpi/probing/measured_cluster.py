@@ -346,7 +346,7 @@ def _also(found: Measured) -> Iterator[str]:
     if network.hosts == 2:
         yield "two hosts show only the slower of their two links"
     if overlap is None:
-        yield "messages beside computing: not measured, as there is one rank alone"
+        yield "messages during computation: not measured, because there is only one rank"
     else:
         moved, slower = percent(overlap.moved), percent(overlap.slower)
         yield (
