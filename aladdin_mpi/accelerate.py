@@ -65,13 +65,13 @@ class Accelerator:
             mixed_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
         if mixed_precision != "no":
             raise UserError(
-                f"mixed_precision: expected 'no', got {mixed_precision!r}; put forward and loss "
-                "into torch.autocast(device, torch.bfloat16)"
+                f"mixed_precision: expected 'no', got {mixed_precision!r}; put the forward pass "
+                "and the loss into torch.autocast(device, torch.bfloat16)"
             )
         if not any(name in settings for name in LENGTHS):
             raise UserError(
-                "Accelerator: expected the length of the run, got none; give epochs=, the number "
-                "that your loop has"
+                "Accelerator requires the length of the run. Pass epochs=, the number of epochs "
+                "of your loop."
             )
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self._settings = settings
@@ -85,9 +85,9 @@ class Accelerator:
         if name.startswith("__"):
             raise AttributeError(name)
         raise UserError(
-            f"accelerator.{name}: expected one of those of "
-            "aladdin_mpi.Accelerator, which checkpoints and logs as any run does; see "
-            "DataParallel for what else there is"
+            f"accelerator.{name} does not exist in aladdin_mpi.Accelerator. Use run_dir=, "
+            "checkpoint_every= and resume= for checkpoints, and the methods of DataParallel for "
+            "the rest (docs/troubleshooting.md)."
         )
 
     # -- before the loop --------------------------------------------------------------------
@@ -113,8 +113,8 @@ class Accelerator:
         schedulers = [each for each in given if isinstance(each, LRScheduler)]
         if not loaders:
             raise UserError(
-                "accelerator.prepare: expected a DataLoader to train with, got none; call "
-                "prepare() once, with model, optimizer, loader and scheduler"
+                "accelerator.prepare requires a DataLoader to train with. Call prepare() once, "
+                "with model, optimizer, loader and scheduler."
             )
         self._run = DataParallel(
             model,
@@ -175,7 +175,10 @@ class Accelerator:
             UserError: before :meth:`prepare`.
         """
         if self._run is None:
-            raise UserError("accelerator: expected prepare(model, optimizer, loader) first")
+            raise UserError(
+                "accelerator: prepare() was not called. Call accelerator.prepare(model, "
+                "optimizer, loader) first."
+            )
         return self._run
 
     @property

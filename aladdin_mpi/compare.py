@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"aladdin_mpi: error: {error}", file=sys.stderr)
         return 2
     except TerminatedError as error:
-        print(f"aladdin_mpi: stopped by {error}; the same command goes on", file=sys.stderr)
+        print(f"aladdin_mpi: stopped by {error}; rerun the same command to resume", file=sys.stderr)
         return 128 + error.signum
 
 

@@ -50,7 +50,7 @@ def write_scripts(folder: Path, replace: bool = False) -> list[Path]:
         if changed and not replace:
             raise UserError(
                 f"{folder}: expected no other files of the same names, got "
-                f"{', '.join(map(str, changed))}; give another folder, or add --force to "
+                f"{', '.join(map(str, changed))}; choose another folder, or add --force to "
                 "replace them"
             )
         for path, content in missing.items():
@@ -58,7 +58,7 @@ def write_scripts(folder: Path, replace: bool = False) -> list[Path]:
             write_whole(path, content)
     except OSError as error:
         raise UserError(
-            f"{folder}: cannot write {error.filename}: {error.strerror}; give another folder"
+            f"{folder}: cannot write {error.filename}: {error.strerror}. Choose another folder."
         ) from error
     return list(missing)
 

@@ -32,7 +32,7 @@ def test_installed_extras_are_not_reported_missing() -> None:
 @pytest.mark.usefixtures("bare")
 def test_missing_extra_error_names_install_command(tmp_path: Path) -> None:
     install = re.escape('pip install "aladdin_mpi[vision]"')
-    with pytest.raises(UserError, match=f"--dataset cifar10: .*torchvision.*{install}"):
+    with pytest.raises(UserError, match=f"--dataset cifar10 .*torchvision.*{install}"):
         load_dataset("cifar10", tmp_path)
     with pytest.raises(UserError, match=f"--model: .*digits, mlp, .*'resnet18'.*{install}"):
         build_model("resnet18", 10)

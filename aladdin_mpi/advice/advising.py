@@ -44,8 +44,8 @@ def advise(request: AdviceRequest) -> Advice:
     entries = race.run(names)
     if entries[0].timed is None:
         raise UserError(
-            f"--seconds {request.seconds(on.workers):g}: expected time for at least one virtual "
-            "run, got none done; give more, or name some --algorithms"
+            f"--seconds {request.seconds(on.workers):g} is too short for one simulated run. "
+            "Increase --seconds, or name fewer --algorithms."
         )
     tried = _try_changes(request, race, entries[0], on)
     scaling = _scaling(request, race, entries, on) if request.options.out is not None else {}
@@ -62,8 +62,8 @@ def _check_free(options: AdviseOptions) -> None:
     there = [name for name in (TEXT, DATA, PICTURE) if (options.out / name).exists()]
     if there:
         raise UserError(
-            f"--out {options.out}: expected a folder without advice, got one with {there[0]}; name "
-            "another, or add --overwrite"
+            f"--out {options.out}: expected a folder without advice, got one with {there[0]}; "
+            "choose another, or add --overwrite"
         )
 
 

@@ -158,7 +158,8 @@ def names(asked: Sequence[str], workers: int) -> list[str]:
     able = [name for name in found if ALGORITHMS[name].least_workers <= workers]
     if not able:
         raise UserError(
-            f"--algorithms: expected one for {workers} workers, got {' '.join(found)}; name others"
+            f"--algorithms: expected one that runs with {workers} workers, got "
+            f"{' '.join(found)}; name others"
         )
     return able
 

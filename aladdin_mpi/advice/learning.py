@@ -214,8 +214,8 @@ def pilot(
     base = mean_curve([curves.pop(BASE)])
     if len(base) < LINES // 4 or base[-1][1] >= base[0][1]:
         raise UserError(
-            f"--pilot {steps}: expected the loss of {BASE} to fall in so many steps, got "
-            "none that has; give more steps, or another --lr"
+            f"--pilot {steps}: the loss of {BASE} did not fall in so few steps. Use more steps, "
+            "or another --lr."
         )
     found = {name: SampleEfficiency(1.0) for name in EXACT}
     for name, points in curves.items():

@@ -235,12 +235,13 @@ def read(argv: Sequence[str] | None) -> AdviceRequest:
     base = request.simulated({"compute": "timed"})
     if base.workers < 2:
         raise UserError(
-            f"{source}: expected at least 2 workers, got {base.workers}; there is nothing to choose"
+            f"{source}: expected at least 2 workers, got {base.workers}; describe a cluster with "
+            "more"
         )
     if ("compute_time",) not in settings:
         raise UserError(
-            f"{source}: expected the time of a step, got none; add compute-time to the file, or "
-            '"step 0.2 s" to the description'
+            f'{source}: the time of a step is missing. Add compute-time to the file, or "step '
+            '0.2 s" to the description.'
         )
     return replace(request, changes=tuple(parse_change(text, base) for text in options.what_if))
 
@@ -249,7 +250,7 @@ def _cluster(options: AdviseOptions) -> tuple[Settings, str]:
     if (options.cluster is None) == (options.describe is None):
         got = "none" if options.cluster is None else "both"
         raise UserError(
-            f"--cluster and --describe: expected one of them, got {got}; give a file of "
+            f"--cluster and --describe: expected exactly one of them, got {got}; pass a file of "
             f'aladdin_mpi.probe, or for example --describe "{EXAMPLE}"'
         )
     if options.cluster is not None:

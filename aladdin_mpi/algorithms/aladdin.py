@@ -270,8 +270,9 @@ def _check_optimizer(optimizer: Optimizer, run: GeneralOptions) -> None:
     steps = own(run, AladdinOptions).lookahead
     if steps:
         raise UserError(
-            f"--aladdin-lookahead: expected 0 with the optimizer {optimizer.name}, got {steps:g}: "
-            "a worker looks ahead along the momentum of the built-in SGD; leave the option out"
+            "--aladdin-lookahead requires the built-in SGD, along whose momentum workers look "
+            f"ahead; this run uses another optimizer ({optimizer.name}). Leave "
+            "--aladdin-lookahead out."
         )
 
 

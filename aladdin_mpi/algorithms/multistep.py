@@ -87,9 +87,9 @@ class MultistepWorker(TrainingWorker):
             module = worker.replica.module
             if worker.replica.others:
                 raise UserError(
-                    "model: expected trainable parameters of one dtype for multistep, which "
-                    "updates layers during the forward pass, got several; use model.to(dtype), or "
-                    "another algorithm, such as ar-sgd"
+                    "model: multistep requires trainable parameters of one dtype, because it "
+                    "updates layers during the forward pass. Use model.to(dtype), or another "
+                    "algorithm, such as ar-sgd."
                 )
             watch = worker.step.watch
             deliver = worker.replica.gradients.deliver if watch is None else watch.deliver

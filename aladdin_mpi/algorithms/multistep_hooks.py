@@ -246,7 +246,7 @@ def _needs(module: nn.Module, pieces: Sequence[LayerPiece]) -> dict[nn.Module, l
 
 def _misused(piece: DenseWeight) -> UserError:
     return UserError(
-        f"layer {piece.layer.name or 'of the model'}: expected, as in the first step, one 2-D "
-        "input with a row for each sample of the batch and no other use of the weight, got "
-        "something else; use --multistep-exchange gradients"
+        f"layer {piece.layer.name or 'of the model'}: its input or the use of its weight differs "
+        "from the first step. Exchanging activations requires one 2-D input with a row for each "
+        "sample of the batch, and no other use of the weight. Use --multistep-exchange gradients."
     )

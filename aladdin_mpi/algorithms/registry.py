@@ -94,20 +94,21 @@ def check_optimizer(algorithm: Algorithm, options: GeneralOptions, optimizer: Op
     if algorithm.optimizers == "sgd" or options.compression != "none":
         what = algorithm.name if algorithm.optimizers == "sgd" else "--compression dgc"
         raise UserError(
-            f"optimizer: expected momentum SGD for {what}, which is made for it, got {name}; give "
-            "--momentum and --weight-decay, or take another algorithm, such as ar-sgd"
+            f"optimizer: {what} requires the built-in momentum SGD; this run uses another "
+            f"optimizer ({name}). Use --momentum and --weight-decay instead, or another "
+            "algorithm, such as ar-sgd."
         )
     if algorithm.optimizers == "by-value" and not optimizer.takes_parts:
         able = ", ".join(sorted(a.name for a in ALGORITHMS.values() if a.optimizers == "any"))
         raise UserError(
-            f"optimizer: expected one that treats every value alike for {algorithm.name}, which "
-            f"cuts the model into messages, got {name}, whose steps depend on whole parameters; "
-            f"take another optimizer, or one of {able}"
+            f"optimizer: {algorithm.name} requires an optimizer that treats every value alike, "
+            f"because it cuts the model into messages; steps of {name} depend on whole "
+            f"parameters. Use another optimizer, or one of {able}."
         )
     place = place_of_momentum(algorithm, options)
     if place != "worker":
         raise UserError(
-            f"--{algorithm.name}-momentum: expected worker with the optimizer {name}, got {place}; "
-            "leave the option out"
+            f"--{algorithm.name}-momentum: {place} requires the built-in SGD; this run uses "
+            f"another optimizer ({name}). Leave the option out."
         )
     implementation(algorithm).check_optimizer(optimizer, options)

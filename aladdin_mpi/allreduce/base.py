@@ -149,7 +149,7 @@ def wait_until(done: Callable[[], bool], transport: Transport, what: str) -> Non
             if limit is not None and time.perf_counter() - start > limit:
                 raise WaitTimeoutError(
                     f"rank {transport.rank} waited {limit:g} s for {what}: a rank hangs, has "
-                    "died, or is slower than --timeout allows"
+                    "failed, or is slower than --timeout allows"
                 )
             time.sleep(nap)
             nap = min(LONGEST_NAP, nap + LONGEST_NAP / 10)

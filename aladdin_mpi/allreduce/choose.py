@@ -83,13 +83,13 @@ def make(
         name = _best(transport, device)
     elif transport.models_time and name not in OUTLAST_DEATHS:
         raise UserError(
-            f"all-reduce: expected auto, ring or mpi in virtual time, got {name}; {name} needs "
-            "real ranks: start them with mpirun"
+            f"all-reduce: expected auto, ring or mpi in a simulation, got {name}; use one of "
+            "these, or start real ranks with mpirun"
         )
     elif name == "horovod" and not transport.has_collectives:
         raise UserError(
-            "all-reduce: expected ring or torch with --node-sums, where not all ranks take part in "
-            "it, got horovod; leave one of the two out"
+            "all-reduce: horovod cannot be combined with --node-sums, because it requires all "
+            "ranks. Use ring or torch, or leave --node-sums out."
         )
     if name == "horovod":
         _check(name, transport, horovod.obstacle(device, wire_dtype))
@@ -145,6 +145,6 @@ def _check(name: str, transport: Transport, obstacle: str | None) -> None:
         raise UserError(f"all-reduce {name}: {obstacle}")
     if hindered:
         raise UserError(
-            f"all-reduce {name}: {hindered} of {transport.size} ranks cannot use it; install the "
-            "same on every host, or use the backend ring"
+            f"all-reduce {name}: {hindered} of {transport.size} ranks cannot use it; install it "
+            "on every host, or use the backend ring"
         )

@@ -27,7 +27,7 @@ def obstacle(device: torch.device, wire_dtype: torch.dtype) -> str | None:
     Does not start it, nor load it where that would load a second MPI.
     """
     if wire_dtype == torch.bfloat16:
-        return f"Horovod 0.28 sums fp32, not {wire_dtype}; use --wire fp32, or the backend mpi"
+        return f"Horovod 0.28 cannot sum {wire_dtype}; use --wire fp32, or the backend mpi"
     compiled = library()
     if compiled is None:
         return f"Horovod is not installed; {BUILD}, or use the backend mpi"
@@ -88,7 +88,8 @@ class HorovodAllReduce(AllReduce):
         if found != (transport.rank, transport.size):
             raise UserError(
                 f"all-reduce horovod: expected rank {transport.rank} of {transport.size}, got "
-                f"{found[0]} of {found[1]} from Horovod; start all with one mpirun, not horovodrun"
+                f"{found[0]} of {found[1]} from Horovod; start all ranks with one mpirun, not "
+                "horovodrun"
             )
         on_device = device.type == "cuda"
         self._buffers = Buffers(dtype, device, moves_bytes=True, on_device=on_device)

@@ -22,7 +22,7 @@ MARGIN = 30.0
 FOR_EVER = timedelta(days=365)
 MEETING = timedelta(seconds=60)
 """Longest time for the ranks to find rank 0."""
-ELSEWHERE = "all-reduce torch: not started, since another rank has no way to rank 0"
+ELSEWHERE = "all-reduce torch: not started, because another rank cannot reach rank 0"
 REMEDY = (
     "set MASTER_ADDR to an address of rank 0's host that all hosts reach, and GLOO_SOCKET_IFNAME "
     "to the network interface"
@@ -42,7 +42,7 @@ def obstacle(device: torch.device) -> str | None:
         return f"this torch is built without {backend}; use the backend mpi"
     if torch.distributed.is_initialized():
         return (
-            "this program has a torch.distributed process group of its own; end it first "
+            "this program already has a torch.distributed process group; end it first "
             "(destroy_process_group), or use the backend mpi"
         )
     return None

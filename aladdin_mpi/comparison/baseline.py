@@ -99,7 +99,10 @@ def _algorithm(options: RunOptions) -> str:
         with suppress(UserError):
             ranks_of(algorithm.name, options, 1)
             return algorithm.name
-    raise UserError("--baseline: no algorithm runs with one worker; give the throughput here")
+    raise UserError(
+        "--baseline: no algorithm of the comparison runs with one worker. Pass the throughput of "
+        "one worker here."
+    )
 
 
 def measured(run: Run) -> Baseline:

@@ -206,8 +206,8 @@ def compare(request: ComparisonRequest) -> int:
     """
     if any(name in os.environ for name in _RANK_VARIABLES):
         raise UserError(
-            "expected to be started once, got started by mpirun; leave mpirun out: the "
-            "comparison starts the ranks of its runs itself (--engine mpi, --mpirun)"
+            "the comparison was started by mpirun. Leave mpirun out: the comparison starts the "
+            "ranks of its runs itself (--engine mpi, --mpirun)."
         )
     return _read(request) if request.options.read else _run(request)
 
@@ -315,7 +315,7 @@ def _report(
         write(findings, out, folder.machine())
         _show(findings, out)
     if failures:
-        again = f"{len(failures)} of {len(runs)} runs failed; the same command tries them again"
+        again = f"{len(failures)} of {len(runs)} runs failed; rerun the same command to retry them"
         print(*failures, again, sep="\n", file=sys.stderr)
     return 1 if failures else 0
 

@@ -131,13 +131,14 @@ def check_out(out: Path, options: CompareOptions) -> None:
     if not out.exists():
         return
     if not out.is_dir():
-        raise UserError(f"--out: expected a folder, got the file {str(out)!r}; give another")
+        raise UserError(f"--out: expected a folder, got the file {str(out)!r}; choose another")
     if not (out / MANIFEST).is_file():
         others = sorted(path.name for path in out.iterdir() if path.name != LOCK)
         if others:
             raise UserError(
-                f"--out: expected a new or empty folder or that of a comparison, got {str(out)!r}, "
-                f"which holds {', '.join(others[:5])} and no {MANIFEST}; give another"
+                "--out: expected a new or empty folder or that of a comparison, got "
+                f"{str(out)!r}, which holds {', '.join(others[:5])} and no {MANIFEST}; choose "
+                "another"
             )
         return
     stored = build(CompareOptions, read_toml(CompareOptions, out / MANIFEST, "--out"))
@@ -150,8 +151,8 @@ def check_out(out: Path, options: CompareOptions) -> None:
         wrong.append("with and without --read")
     if wrong:
         raise UserError(
-            f"--out: {str(out)!r} holds another comparison (its value first): {'; '.join(wrong)}; "
-            "give another --out"
+            f"--out: {str(out)!r} holds another comparison (its value first): "
+            f"{'; '.join(wrong)}. Choose another --out."
         )
 
 
@@ -171,15 +172,15 @@ def claimed(out: Path, request: ComparisonRequest) -> Iterator[int]:
         descriptor = open_own(out / LOCK, os.O_RDWR)
     except OSError as error:
         raise UserError(
-            f"--out: cannot write into {str(out)!r}: {error.strerror}; give another folder"
+            f"--out: cannot write into {str(out)!r}: {error.strerror}. Choose another folder."
         ) from error
     try:
         end = time.monotonic() + LOCK_SECONDS
         while not _try_lock(descriptor):
             if time.monotonic() > end:
                 raise UserError(
-                    f"--out: another comparison is at work in {str(out)!r}; wait for its end, or "
-                    "give another --out"
+                    f"--out: another comparison is running in {str(out)!r}. Wait until it ends, "
+                    "or choose another --out."
                 )
             time.sleep(0.1)
         write_whole(out / MANIFEST, f"# {command_line(request)}\n{to_toml(request.options)}")

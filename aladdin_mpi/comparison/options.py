@@ -31,12 +31,12 @@ READ_BESIDE = frozenset({"read", "out", "target_accuracy", "baseline"})
 """Options that may be passed with ``--read``."""
 
 SET_HERE = {
-    "algorithm": "give --algorithms in front of --",
-    "seed": "give --seeds in front of --",
-    "workers": "give --workers in front of --",
-    "run_dir": "give --out in front of --",
-    "overwrite": "finished runs are kept, and a new --out begins anew",
-    "resume": "the same command resumes what has not finished",
+    "algorithm": "pass --algorithms before --",
+    "seed": "pass --seeds before --",
+    "workers": "pass --workers before --",
+    "run_dir": "pass --out before --",
+    "overwrite": "finished runs are kept; use a new --out to start over",
+    "resume": "rerun the same command to resume",
 }
 """Options of a run that the comparison sets, with alternatives for the user."""
 
@@ -114,12 +114,12 @@ class CompareOptions(BaseModel):
         for wrong, message in (
             (
                 self.jobs > 1 and self.engine == "mpi",
-                f"--jobs: expected 1 with --engine mpi, where runs side by side would disturb "
-                f"each other's times, got {self.jobs}; leave it out",
+                f"--jobs {self.jobs} cannot be combined with --engine mpi, where parallel runs "
+                "would disturb each other's times. Leave --jobs out.",
             ),
             (
                 "{ranks}" not in self.mpirun,
-                f"--mpirun: expected a command with {{ranks}} in the place of their number, got "
+                "--mpirun: expected a command with {ranks} in the place of their number, got "
                 f"{self.mpirun!r}; write for example --mpirun 'srun -n {{ranks}}'",
             ),
             (not self.seeds, "--seeds: expected at least one, got none; add for example --seeds 0"),
@@ -176,8 +176,8 @@ def read_request(argv: Sequence[str] | None) -> ComparisonRequest:
         if others:
             allowed = ", ".join(f"--{kebab(name)}" for name in sorted(READ_BESIDE - {"read"}))
             raise UserError(
-                f"{', '.join(others)}: cannot be given together with --read, which runs nothing; "
-                f"leave it out. Beside --read are possible: {allowed}"
+                f"{', '.join(others)} cannot be combined with --read, which runs nothing. Leave "
+                f"it out. Options allowed with --read: {allowed}"
             )
     if not set(shared).isdisjoint(reader.ANSWERED_AT_ONCE):
         read_run_words(options, shared)
@@ -201,8 +201,8 @@ def _check_sides(own: Sequence[str], shared: Sequence[str]) -> None:
         leaf.flag for model in (SimulateOptions, TrainOptions) for leaf in leaves(model).values()
     }
     for words, wrong, side, other in (
-        (own, runs - here, "behind", "in front of"),
-        (shared, here - runs, "in front of", "behind"),
+        (own, runs - here, "after", "before"),
+        (shared, here - runs, "before", "after"),
     ):
         for word in words:
             flag = word.partition("=")[0]
@@ -211,6 +211,6 @@ def _check_sides(own: Sequence[str], shared: Sequence[str]) -> None:
                 raise UserError(f"{flag}: {set_here(instead)}")
             if flag in wrong:
                 raise UserError(
-                    f"{flag}: expected {side} the separating --, got it {other} it; write "
+                    f"{flag}: expected it {side} the separating --, got it {other} it; write "
                     f"{PROG} OPTIONS-OF-THE-COMPARISON -- OPTIONS-OF-EACH-RUN"
                 )

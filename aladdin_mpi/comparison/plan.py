@@ -42,7 +42,7 @@ NOT_COMPARED = {"download", "log_every", "overwrite", "progress", "quiet", "resu
     "timeout"
 }
 """Options in which a stored run may differ: they change neither result nor time."""
-_BEHIND = "behind --: "
+_BEHIND = "after --: "
 _VARIANT = re.compile(r"([A-Za-z0-9][\w.+-]*)=(.*)", re.DOTALL | re.ASCII)
 
 
@@ -164,7 +164,7 @@ def _check_used(runs: Sequence[Run], given: Settings, where: str) -> None:
     found = [unused(run.options, given) for run in runs]
     for flag, remedy in found[0].items():
         if all(flag in each for each in found):
-            raise UserError(f"{where}{flag}: has no effect {remedy}")
+            raise UserError(f"{where}{flag} has no effect {remedy}")
 
 
 def _check_words(options: CompareOptions, words: Sequence[str], where: str) -> Settings:
@@ -220,9 +220,9 @@ def _check_stored(run: Run) -> None:
     found = differences(_comparable(stored), _comparable(run.options))
     if found:
         raise UserError(
-            f"--out: {run.folder} holds a run with other options than asked for now (its value "
-            f"first): {'; '.join(found[:8])}; give another --out, the old options, or remove "
-            "that folder"
+            f"--out: {run.folder} holds a run with different options (its value first): "
+            f"{'; '.join(found[:8])}. Choose another --out, use the old options, or remove that "
+            "folder."
         )
 
 
@@ -270,7 +270,8 @@ def read_runs(folders: Sequence[Path]) -> list[ReadRun]:
         if missing:
             raise UserError(
                 f"--read: expected the folder of a finished run, got {str(folder)!r}, which has "
-                f"no {' and no '.join(missing)}; name others, or end the run with --resume first"
+                f"no {' and no '.join(missing)}; name another, or complete the run with --resume "
+                "first"
             )
     found = [_read(folder) for folder in folders]
     labels = _labels([_facts(run) for run in found])

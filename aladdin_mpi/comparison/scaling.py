@@ -49,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     folders = parser.parse_args(argv).folders
     try:
         if not folders:
-            raise UserError("scaling: expected the folders of finished runs, got none")
+            raise UserError(
+                "scaling: expected the folders of finished runs, got none; name at least one"
+            )
         print(plain(table([read_figures(folder, folder.name) for folder in folders]), names=0))
     except UserError as error:
         print(f"aladdin_mpi: error: {error}", file=sys.stderr)

@@ -124,8 +124,8 @@ class Heartbeats:
         silent = int(message.view(torch.int64))
         if silent == self._transport.rank:
             raise ExcludedError(
-                f"{self._name(silent)} was excluded from the run, as {self._name(source)} had no "
-                f"heartbeat of it for {self._timeout:g} s: it leaves"
+                f"{self._name(silent)} was excluded from the run, because {self._name(source)} "
+                f"had received no heartbeat from it for {self._timeout:g} s; it exits"
             )
         self._transport.exclude(silent)
 
@@ -137,8 +137,8 @@ class Heartbeats:
             return
         if self._transport.survives and not (is_standby and self._hears_others(now)):
             me = self._name(self._transport.rank)
-            raise ExcludedError(f"{silence}: {me} takes itself for cut off, and leaves")
-        raise LostError(f"{silence}; it keeps the run's books")
+            raise ExcludedError(f"{silence}; {me} assumes that its own link is cut, and exits")
+        raise LostError(f"{silence}; it is the coordinator")
 
     def _hears_others(self, now: float) -> bool:
         """Whether the silence of rank 0 is not due to this rank's own link."""

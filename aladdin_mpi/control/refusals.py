@@ -133,8 +133,8 @@ class Ledger(Stateful):
         budget, scale = self._budget, self._budget.loss_scale
         if scale.overflowed(refusal.sample, budget.drawn):
             self._print(
-                f"{self._name(refusal.rank)}: a gradient overflows float16 at sample "
-                f"{refusal.sample}: the loss scale is now {2**scale.exponent}"
+                f"{self._name(refusal.rank)}: a gradient overflowed float16 at sample "
+                f"{refusal.sample}; the loss scale is now {2**scale.exponent}"
             )
 
     def _report_unused(self, refusal: Refusal) -> None:
@@ -143,13 +143,14 @@ class Ledger(Stateful):
         self._has_reported_unused = True
         self._print(
             f"warning: {self._name(refusal.rank)}: the batch at sample {refusal.sample} does not "
-            "use every parameter; this run steps the others with a gradient of zero, so that "
-            'weight decay and momentum act on them (docs/troubleshooting.md, "Unused parameters")'
+            "use every parameter; this run steps the unused ones with a gradient of zero, so "
+            'that weight decay and momentum act on them (docs/troubleshooting.md, "Unused '
+            'parameters")'
         )
 
     def checkpoint_skipped(self, samples: int, doubt: str) -> None:
         """Report that no checkpoint is written, and why."""
-        self._print(f"no checkpoint at {samples} samples, the one before it is kept: {doubt}")
+        self._print(f"checkpoint at {samples} samples skipped, the previous one is kept: {doubt}")
 
     def _print(self, text: str) -> None:
         console.say(f"aladdin_mpi: {text}")
@@ -165,7 +166,7 @@ class Ledger(Stateful):
         if reason == Reason.LOSS:
             return f"a loss of {refusal.value:.4g} is above --max-loss {at}"
         if reason == Reason.LOSS_ONLY:
-            return f"it is {refusal.value} {at}, and its gradient is finite"
+            return f"the loss is {refusal.value} {at}, but its gradient is finite"
         if reason == Reason.ARRIVED:
             return f"bucket {refusal.bucket} was not finite when rank {source} received it {at}"
         if reason == Reason.CHECKSUM:
@@ -177,11 +178,10 @@ class Ledger(Stateful):
 
 def _last_words(name: str, refusal: Refusal, why: str) -> str:
     if refusal.reason == Reason.LOSS:
-        remedy = "raise --max-loss, lower --lr, or lengthen --warmup-epochs"
+        remedy = "Raise --max-loss, lower --lr, or lengthen --warmup-epochs."
     else:
-        remedy = "lower --lr, lengthen --warmup-epochs, or look at the model and its data"
+        remedy = "Lower --lr, lengthen --warmup-epochs, or check the model and its data."
     return (
-        f"{name}: the last {refusal.in_a_row} gradients were all refused (the "
-        f"latest: {why}); {remedy}. --resume goes on "
-        "from the last checkpoint, if there is one: it is from before that"
+        f"{name}: the last {refusal.in_a_row} gradients were all refused (the latest: {why}). "
+        f"{remedy} To return to the last checkpoint, which precedes them, pass --resume."
     )

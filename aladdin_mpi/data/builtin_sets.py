@@ -161,7 +161,7 @@ def load_vision_set(
     elif not _is_complete(known, root):
         given = f"--data-dir {root}" if data_dir else f"--data-dir was not given, so {root}"
         raise UserError(
-            f"--dataset {name}: not found, or damaged; {given} was searched for {known.folder}/. "
+            f"--dataset {name}: not found or damaged; {given} was searched for {known.folder}/. "
             "Add --download (on a node with internet access), or unpack it there from "
             f"{known.source}"
         )
@@ -195,8 +195,8 @@ def _download(known: VisionSet, root: Path) -> None:
     except (OSError, RuntimeError) as error:
         if not _is_complete(known, root):  # it may be, in a folder that cannot be written
             raise UserError(
-                f"--download: cannot download {known.class_name} to {root} ({error}); download it "
-                f"on a node with internet access, or unpack it there from {known.source}"
+                f"--download: cannot download {known.class_name} to {root} ({error}). Download "
+                f"it on a node with internet access, or unpack it there from {known.source}"
             ) from error
 
 

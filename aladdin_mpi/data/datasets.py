@@ -63,7 +63,7 @@ def with_augmentation(arrays: ImageArrays, augment: str) -> ImageArrays:
     if augment in {"imagenet", *CLASSES}:  # for decoded images: grey or RGB, of pixels up to 255
         if channels not in (1, 3):
             raise UserError(
-                f"--augment {augment}: expected images of 1 or 3 channels, got {channels}; give "
+                f"--augment {augment}: expected images of 1 or 3 channels, got {channels}; use "
                 "auto, none or crop-flip"
             )
         maximum = recipe.normalisation.maximum
@@ -154,8 +154,8 @@ def load_dataset(
         )
     if shuffle_buffer < 1:
         raise UserError(
-            f"--shuffle-buffer: expected at least 1 sample, got {shuffle_buffer}; give 1 to read "
-            "each shard as it is"
+            f"--shuffle-buffer: expected at least 1 sample, got {shuffle_buffer}; use 1 to read "
+            "each shard in order"
         )
     for flag, value, choices in (
         ("--cache", cache, ("auto", "on", "off")),
@@ -199,8 +199,8 @@ def _load(name: str, data_dir: Path | None, download: bool, look: Look) -> Datas
         return _load_users(name, data_dir, download, look)
     if name == "imagenet":
         raise UserError(
-            "--dataset imagenet: expected only with --compute timed, which needs its sizes alone, "
-            "got --compute real; give --dataset imagefolder and --data-dir FOLDER"
+            "--dataset imagenet requires --compute timed, because only the sizes of its images "
+            "are known. To train, use --dataset imagefolder and --data-dir FOLDER."
         )
     raise UserError(
         f"--dataset: unknown data set {name!r}; {did_you_mean(name, NAMES)}known are "
@@ -275,30 +275,30 @@ def _load_users(name: str, data_dir: Path | None, download: bool, look: Look) ->
         if value not in (None, "auto") and option not in parameters:
             flag = f"--{kebab(option)}"
             raise UserError(
-                f"{flag}: expected a data set that heeds it, but {name} has no parameter {option}; "
-                f"add that, or leave {flag} out"
+                f"{flag} requires a data set function with a parameter {option}; {name} has "
+                f"none. Add the parameter, or leave {flag} out."
             )
     arguments = {"data_dir": data_dir, "download": download, **look._asdict()}
     result = call_with_accepted("--dataset", name, function, arguments)
     splits = (result.train, result.test) if isinstance(result, DatasetPair) else result
     if not isinstance(splits, tuple) or len(splits) != 2 or not all(map(_is_map_style, splits)):
         raise UserError(
-            f"--dataset {name}: {function.__name__} must return a DatasetPair or (train, test), "
-            f"two map-style data sets; it returned {type(result).__name__}"
+            f"--dataset {name}: expected {function.__name__} to return a DatasetPair or (train, "
+            f"test), two map-style data sets, got {type(result).__name__}; return one of these"
         )
     for kind, split in zip(("training", "test"), splits, strict=True):
         if not len(split):
             raise UserError(
-                f"--dataset {name}: expected at least one sample in the {kind} set, got none; look "
-                "at what it is made of"
+                f"--dataset {name}: expected at least one sample in the {kind} set, got none; "
+                "check the data"
             )
     if isinstance(result, DatasetPair):
         return result
     classes = known_classes(splits[0])
     if classes is None:
         raise UserError(
-            f"--dataset {name}: cannot tell the number of classes: the training set has neither "
-            "classes nor targets; return a DatasetPair, which states it"
+            f"--dataset {name}: the number of classes is unknown, because the training set has "
+            "neither classes nor targets. Return a DatasetPair, which states it."
         )
     return _pair(name, splits, classes)
 

@@ -182,8 +182,8 @@ class SampleFeed(Feed):
             return partial(permutation, len(self._dataset), share.seed)
         if share.past:
             raise UserError(
-                "--allow-resize: expected data whose order does not depend on the number of "
-                "workers, got shards; resume with as many workers as before"
+                "--allow-resize cannot be combined with shards, whose order depends on the "
+                "number of workers. Resume with the number of workers of the checkpoint."
             )
         shards: ShardImages = self._dataset
         return lambda epoch: shards.reading_order(epoch, share.workers, share.seed)
@@ -258,7 +258,10 @@ class StreamFeed(Feed):
         sharded: each worker's are its own; otherwise worker w of n takes the w-th of every n.
     """
 
-    caveat = "data that can only be read in order begin anew, not where the run had come to"
+    caveat = (
+        "the data can only be read in order, and so start from their beginning, not from where "
+        "the run stopped"
+    )
     has_whole_batches = True
 
     def __init__(self, batches: Iterable[Any], sharded: bool) -> None:
@@ -317,15 +320,15 @@ def _every(batches: Iterable[Any], first: int, step: int, seed: int | None = Non
                 yield batch
         if isinstance(batches, Iterator):
             raise UserError(
-                f"batches(): {type(batches).__name__} ended after {number + 1} batches, before the "
-                "run did, and an iterator cannot begin again. Give an endless one, a shorter run, "
-                "or an iterable that can be iterated again."
+                f"batches(): {type(batches).__name__} ended after {number + 1} batches, before "
+                "the run did, and an iterator cannot be restarted. Pass an endless one, a "
+                "shorter run, or an iterable that can be iterated again."
             )
         if number < first:
             raise UserError(
                 f"batches(): expected at least {step} batches in an epoch, one for each worker, "
-                f"got {number + 1}; give more data, smaller batches or fewer workers, or "
-                "sharded=True for data that are each worker's own"
+                f"got {number + 1}; pass more data, smaller batches or fewer workers, or "
+                "sharded=True for data that differ between workers"
             )
         epoch += 1
 
@@ -363,9 +366,11 @@ def feed_of(data: Any, sharded: bool, batch_size: int) -> Feed:
         return SampleFeed(data)
     if not is_unusable and hasattr(data, "__iter__"):
         return StreamFeed(data, sharded)
-    hint = "; give its .train" if isinstance(data, DatasetPair) else ""
+    hint = "; pass its .train" if isinstance(data, DatasetPair) else ""
     if isinstance(data, FINITE):
-        hint = ", which cannot begin anew for the next epoch; give what it was made of"
+        hint = (
+            ", which cannot start again for the next epoch; pass the iterable that it was made from"
+        )
     raise UserError(
         "batches(): expected a data set, a DataLoader, or an iterable of batches, got "
         f"{type(data).__name__}{hint}"
@@ -401,8 +406,8 @@ def _check_not_sharded(data: Any, sharded: bool) -> None:
     if sharded:
         raise UserError(
             "batches(): sharded=True requires an iterable of batches or an IterableDataset. The "
-            f"samples of {type(data).__name__} have numbers and are dealt to the workers: leave "
-            "sharded out and give every worker the whole data."
+            f"samples of {type(data).__name__} have numbers and are distributed among the "
+            "workers: leave sharded out and pass every worker the whole data."
         )
 
 
@@ -439,12 +444,13 @@ def _check_loader(loader: DataLoader[Any], sharded: bool) -> None:
     if any(isinstance(each, DistributedSampler) for each in samplers):
         raise UserError(
             "batches(): expected a DataLoader for the whole data set, got one with a "
-            "DistributedSampler; leave the sampler out: the run deals the samples to the workers"
+            "DistributedSampler; leave the sampler out, because the run distributes the samples "
+            "among the workers"
         )
     if loader.timeout and not loader.num_workers:
         raise UserError(
-            "batches(): timeout of the DataLoader requires num_workers > 0. Leave it out, or give "
-            "num_workers."
+            "batches(): timeout of the DataLoader requires num_workers > 0. Leave it out, or "
+            "pass num_workers."
         )
     if loader.num_workers and not getattr(loader, "in_order", True) and not sharded:
         raise UserError(

@@ -74,8 +74,8 @@ def cached_array(
         return np.load(path, mmap_mode="c")
     except (OSError, NotImplementedError) as error:
         warnings.warn(
-            f"cannot use the cache {path.parent} ({error}): every rank decodes for itself. "
-            "Set ALADDIN_MPI_CACHE to a folder that can be written",
+            f"cannot use the cache {path.parent} ({error}), so every rank decodes for itself. "
+            "Set ALADDIN_MPI_CACHE to a writable folder.",
             stacklevel=2,
         )
         return build()

@@ -141,13 +141,13 @@ def list_splits(data_dir: Path | None) -> tuple[list[SplitListing], list[str]]:
     """
     layout = "expected DIR/train/CLASS/* and DIR/test/CLASS/* (or DIR/val/CLASS/*)"
     if data_dir is None:
-        raise UserError(f"--data-dir: data set imagefolder needs it; {layout}")
+        raise UserError(f"--dataset imagefolder requires --data-dir; {layout}")
     train = data_dir / "train"
     test = next((data_dir / name for name in ("test", "val") if (data_dir / name).is_dir()), None)
     if not train.is_dir():
-        raise UserError(f"--data-dir {data_dir}: there is no folder {train}; {layout}")
+        raise UserError(f"--data-dir {data_dir}: the folder {train} is missing; {layout}")
     if test is None:
-        raise UserError(f"--data-dir {data_dir}: there is neither a folder test nor val; {layout}")
+        raise UserError(f"--data-dir {data_dir}: neither a folder test nor val exists; {layout}")
     classes = class_names(train)
     return [list_images(split, classes) for split in (train, test)], classes
 
@@ -167,10 +167,16 @@ def list_images(root: Path, classes: Sequence[str]) -> SplitListing:
     numbers = {name: number for number, name in enumerate(classes)}
     unknown = [name for name in class_names(root) if name not in numbers]
     if unknown:
-        raise UserError(f"--data-dir: {root} has a class {unknown[0]!r} that is not in train")
+        raise UserError(
+            f"--data-dir: {root} has a class {unknown[0]!r} that is not in train. Remove it, or "
+            "add it to train."
+        )
     names = files_below(root, lambda name: name.lower().endswith(SUFFIXES))
     if not names:
-        raise UserError(f"--data-dir: no images in {root}/CLASS/; known: {' '.join(SUFFIXES)}")
+        raise UserError(
+            f"--data-dir: no images in {root}/CLASS/; expected files with the suffixes "
+            f"{' '.join(SUFFIXES)}"
+        )
     return SplitListing(root, names, [numbers[name.partition("/")[0]] for name in names])
 
 
@@ -213,8 +219,8 @@ def is_held(listing: SplitListing, size: tuple[int, int] | None, cache: str) -> 
     if size is None:
         if cache == "on":
             raise UserError(
-                f"--cache on: the images of {listing.root} differ in size or are larger than "
-                f"{SMALL} pixels and are decoded as they are needed; use --cache auto"
+                f"--cache on requires small images of one size, but those of {listing.root} "
+                f"differ in size or are larger than {SMALL} pixels. Use --cache auto."
             )
         return False
     fits = len(listing.names) * 3 * size[0] * size[1] <= MEMORY_LIMIT
@@ -294,7 +300,7 @@ def mended(listing: SplitListing, faults: Collection[int], replaces: bool) -> Sp
     if not readable:
         raise UserError(
             f"--corrupt-images skip: expected readable images in {listing.root}, got "
-            f"{len(faults)} of which none is; look at --data-dir"
+            f"{len(faults)} of which none is; check --data-dir"
         )
     if replaces:
         following = (readable[bisect(readable, i) % len(readable)] for i in places)

@@ -225,7 +225,7 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
                 return image, int(self.targets[place])
         raise UserError(
             f"--corrupt-images skip: the last {tried} images cannot be read, the first of them "
-            f"{self._path(index)}; look at {self.root}"
+            f"{self._path(index)}. Check {self.root}."
         )
 
     def _tried(self, index: int) -> Image.Image | None:
@@ -262,8 +262,8 @@ def decode(
     except Exception as error:  # decoders of damaged files raise errors of any type
         if getattr(error, "errno", None) in OUT_OF_RESOURCES:
             raise UserError(
-                f"{path}: cannot be opened ({error}); raise the limits of the process (ulimit -n), "
-                "or use fewer --loader-workers"
+                f"{path}: cannot be opened ({error}). Raise the limits of the process (ulimit "
+                "-n), or use fewer --loader-workers."
             ) from error
         why = str(error).replace(f" {str(path)!r}", "")  # the message names it already
         raise CorruptImageError(path, why or repr(error)) from error

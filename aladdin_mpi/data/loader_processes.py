@@ -60,12 +60,12 @@ class Start:
                 return iter(loader(method))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             if self.method == "auto":
-                self._tell(f"what loads the data cannot be pickled ({error})")
+                self._tell(f"the objects that load the data cannot be pickled ({error})")
                 return iter(loader(FORK))
             raise UserError(
-                f"--loader-start-method {method}: expected a data set and a collate_fn (and "
-                f"worker_init_fn) that can be pickled, got {error}; define them at the top of a "
-                "module, or use --loader-start-method fork"
+                f"--loader-start-method {method} requires a data set, collate_fn and "
+                f"worker_init_fn that can be pickled ({error}). Define them at the top of a "
+                "module, or use --loader-start-method fork."
             ) from error
 
     def _chosen(self) -> str:
@@ -79,15 +79,16 @@ class Start:
             self._tell(lacks)
             return FORK
         raise UserError(
-            f"--loader-start-method {self.method}: expected a program whose main file can be "
-            f"imported, but {lacks}; put what trains under one, or use --loader-start-method fork"
+            f"--loader-start-method {self.method} requires a main file that can be imported, but "
+            f"{lacks}. Put the training code under such a line, or use --loader-start-method "
+            "fork."
         )
 
     def _tell(self, why: str) -> None:
         if self.tells:
             console.say(
-                "aladdin_mpi: loader processes are forked although MPI or a device is in use, "
-                f"since {why}; if they hang, see docs/models-and-data.md"
+                "aladdin_mpi: warning: loader processes are forked although MPI or a device is "
+                f"in use, because {why}; if they hang, see docs/troubleshooting.md"
             )
 
 

@@ -379,8 +379,8 @@ def _collate(samples: list[Any]) -> Batch:
         batch = default_collate(samples)
     except (TypeError, RuntimeError) as error:  # of no tensors, and of unequal ones
         raise UserError(
-            "--dataset: expected samples (input, label) that can be put together to a batch, with "
-            f"inputs of one shape, got others ({error}); change what the data set gives"
+            "--dataset: expected samples (input, label) that can be collated into a batch, with "
+            f"inputs of one shape, got others ({error}); change what the data set returns"
         ) from error
     if (
         not isinstance(batch, (tuple, list))
@@ -388,7 +388,7 @@ def _collate(samples: list[Any]) -> Batch:
         or not all(isinstance(each, Tensor) for each in batch)
     ):
         raise UserError(
-            "--dataset: every sample must be (input, label), a tensor or array and an integer; "
-            f"the data set gives {type(samples[0]).__name__}"
+            "--dataset: expected samples (input, label), a tensor or array and an integer, got "
+            f"{type(samples[0]).__name__}; change what the data set returns"
         )
     return batch[0], batch[1]

@@ -177,8 +177,8 @@ def build_model(
         raise UserError(_unknown(name))
     if name not in SMALL_MODELS and in_channels not in (1, 3):
         raise UserError(
-            f"--model {name}: takes images of 3 channels (or 1, repeated), the data set has "
-            f"{in_channels}; use one of {', '.join(SMALL_MODELS)}"
+            f"--model {name}: expected a data set of images with 3 channels (or 1, repeated), "
+            f"got {in_channels}; use one of {', '.join(SMALL_MODELS)}"
         )
     build = SMALL_MODELS.get(name, partial(_build_torchvision, name))
     try:
@@ -246,6 +246,7 @@ def _build_users(name: str, num_classes: int, in_channels: int, image_size: int)
     if not isinstance(model, nn.Module):
         hint = " (did you forget to call it?)" if inspect.isclass(model) else ""
         raise UserError(
-            f"--model {name}: must return a torch.nn.Module, not {type(model).__name__}{hint}"
+            f"--model {name}: expected a function that returns a torch.nn.Module, got "
+            f"{type(model).__name__}{hint}; return the model"
         )
     return model

@@ -78,8 +78,8 @@ class DiskCopy:
         """
         if self.target.resolve().is_relative_to(self.source.resolve()):
             raise UserError(
-                f"{self._option}: expected a folder outside of --data-dir {self.source}, got one "
-                "in it; give a folder on the host's own disk"
+                f"{self._option}: expected a folder outside --data-dir {self.source}, got one in "
+                "it; choose a folder on the host's own disk"
             )
         try:
             with one_at_a_time(self.target):  # two jobs may share the host
@@ -91,8 +91,8 @@ class DiskCopy:
                 index_beside(self.target).mkdir(exist_ok=True)
         except OSError as error:
             raise UserError(
-                f"{self._option}: cannot copy {self.source} there ({error}); look at it, and give "
-                "a folder on the host's own disk that can be written, or leave the option out"
+                f"{self._option}: cannot copy {self.source} there ({error}). Choose a writable "
+                "folder on the host's own disk, or leave the option out."
             ) from error
 
     def _listed(self) -> tuple[dict[str, State], set[str]]:
@@ -107,12 +107,13 @@ class DiskCopy:
                     files[str(inside / name)] = _state_of(Path(folder, name))
                 except OSError as error:
                     raise UserError(
-                        f"--data-dir {self.source}: expected files to copy by --stage, got one "
-                        f"that cannot be read ({error}); repair or remove it"
+                        f"--data-dir {self.source}: a file to copy by --stage cannot be read "
+                        f"({error}). Repair or remove it."
                     ) from error
         if not files:
             raise UserError(
-                f"--data-dir {self.source}: expected files to copy by --stage, got none"
+                f"--data-dir {self.source}: expected files to copy by --stage, got none; check "
+                "the path"
             )
         return files, folders
 
@@ -140,7 +141,7 @@ class DiskCopy:
         if self.needed > free:
             raise UserError(
                 f"{self._option}: expected {_gigabytes(self.needed)} free, got "
-                f"{number(free / 1e9, 3)}; give a larger disk, or leave the option out"
+                f"{number(free / 1e9, 3)}; choose a larger disk, or leave the option out"
             )
         for folder in folders:
             (self.target / folder).mkdir(parents=True, exist_ok=True)
@@ -157,7 +158,7 @@ class DiskCopy:
                     self.copied += len(piece)
                 self._progress()
             if new.tell() != size:
-                raise OSError(f"{source} has changed meanwhile")
+                raise OSError(f"{source} changed while it was copied")
         os.utime(partial, (changed, changed))
         partial.replace(final)
 
@@ -194,9 +195,9 @@ class DiskCopy:
             self._seen, self._since = self.moves, now
         elif now - self._since > timeout:
             raise UserError(
-                f"{self._option}: expected the copy to go on, got nothing for {timeout:g} s; "
-                "another job copies the same data there, or a file system hangs: look at both, or "
-                "give a longer --timeout"
+                f"{self._option}: no progress of the copy for {timeout:g} s, because another job "
+                "copies the same data there, or a file system hangs. Check both, or increase "
+                "--timeout."
             )
         return False
 
@@ -320,6 +321,6 @@ def _refuse(listings: Sequence[SplitListing], faults: Sequence[Fault], count: in
     named = [f"\n  {listings[each.split].path(each.place)}: {each.why}" for each in faults]
     more = f"\n  and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
     raise UserError(
-        f"--check-images: {len(faults)} of {count} images cannot be read; replace or remove them, "
-        f"or add --corrupt-images skip:{''.join(named[:MOST_NAMED])}{more}"
+        f"--check-images: {len(faults)} of {count} images cannot be read; replace or remove "
+        f"them, or add --corrupt-images skip:{''.join(named[:MOST_NAMED])}{more}"
     )

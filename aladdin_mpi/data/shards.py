@@ -44,7 +44,7 @@ def find_shards(data_dir: Path | None) -> tuple[list[Path], list[Path]]:
         UserError: ``--data-dir`` is missing, or has none for one of the two.
     """
     if data_dir is None:
-        raise UserError(f"--data-dir: data set shards needs it; {LAYOUT}")
+        raise UserError(f"--dataset shards requires --data-dir; {LAYOUT}")
     found = []
     for names in (("train",), ("test", "val", "validation")):
         shards = next(filter(None, (_shards(data_dir, name) for name in names)), [])
@@ -77,7 +77,7 @@ def _cached(shard: Path, folder: Path) -> Entries:
     try:
         state = shard.stat()
     except OSError as error:
-        raise UserError(f"{shard}: cannot be read ({error}); replace or remove it") from error
+        raise UserError(f"{shard}: cannot be read ({error}). Replace or remove it.") from error
     seen = f"shard index, version 2\0{shard.resolve()}\0{state.st_size}\0{state.st_mtime_ns}"
     digest = hashlib.sha256(os.fsencode(seen)).hexdigest()[:32]
     return cached_array(f"shard-{digest}", lambda: _read(shard), folder).view(ENTRY)
@@ -89,11 +89,13 @@ def _read(shard: Path) -> npt.NDArray[np.uint8]:
             entries = list(_entries(shard, archive))
     except (tarfile.TarError, OSError) as error:
         raise UserError(
-            f"{shard}: cannot be read as a tar file ({error}); shards are not compressed; replace "
-            "or remove it"
+            f"{shard}: cannot be read as a tar file ({error}). Shards are not compressed. "
+            "Replace or remove it."
         ) from error
     if not entries:
-        raise UserError(f"{shard}: expected samples of an image and a label, got none")
+        raise UserError(
+            f"{shard}: expected samples of an image and a label, got none; replace or remove it"
+        )
     return np.array(entries, dtype=ENTRY).view(np.uint8)
 
 
@@ -117,7 +119,8 @@ def _entries(shard: Path, archive: tarfile.TarFile) -> Iterator[tuple[int, int, 
         if image is None or not labels:
             lacks, known = ("an image", IMAGES) if image is None else ("a label", LABELS)
             raise UserError(
-                f"{shard}: expected {lacks} of sample {key}, got none; known are {' '.join(known)}"
+                f"{shard}: expected {lacks} of sample {key!r}, got none; supported are "
+                f"{' '.join(known)}"
             )
         label = _label(shard, key, labels)
         yield image.offset_data, image.size, label, os.fsencode(image.name)[-NAME_BYTES:]
@@ -200,8 +203,8 @@ class ShardImages(ImageFiles):
         if len(unknown):
             first = int(unknown[0])
             raise UserError(
-                f"{self._path(first)}: expected a class of the training shards, 0 to {count - 1}, "
-                f"got {int(self.targets[first])}; look at --data-dir"
+                f"{self._path(first)}: expected a class of the training shards, 0 to "
+                f"{count - 1}, got {int(self.targets[first])}; check --data-dir"
             )
 
     def _decode(self, index: int) -> Image.Image:
@@ -233,7 +236,7 @@ class _ShardFile:
         try:
             self.descriptor = os.open(path, os.O_RDONLY)
         except OSError as error:
-            raise UserError(f"{path}: cannot be opened ({error}); look at --data-dir") from error
+            raise UserError(f"{path}: cannot be opened ({error}). Check --data-dir.") from error
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 

@@ -31,8 +31,8 @@ def import_function(option: str, spec: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise UserError(
-            f"{option} {spec}: cannot import {module_name} ({error}); run from the folder that "
-            "holds it, or add that folder to PYTHONPATH"
+            f"{option} {spec}: cannot import {module_name} ({error}). Run from the folder that "
+            "contains it, or add that folder to PYTHONPATH."
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):

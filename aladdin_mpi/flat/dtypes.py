@@ -72,8 +72,8 @@ def common_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
             widest = torch.promote_types(widest, dtype)
         except RuntimeError:
             raise UserError(
-                f"model: expected trainable parameters of dtypes that torch combines, got {widest} "
-                f"and {dtype}; convert them to one, or freeze some"
+                "model: expected trainable parameters of dtypes that torch combines, got "
+                f"{widest} and {dtype}; convert them to one, or freeze some"
             ) from None
     if not widest.is_floating_point:
         raise UserError(

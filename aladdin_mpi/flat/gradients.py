@@ -236,8 +236,8 @@ class BoundGradients:
         untouched = self.missing and len(self.missing) == len(self._views) and not is_skipped
         if untouched and all(self._parameters[number].grad is None for number in self.missing):
             raise UserError(
-                "training loop: expected gradients at step(), got none for any parameter; call "
-                "loss.backward() before run.step(loss)"
+                "training loop: step() was called without a gradient of any parameter. Call "
+                "loss.backward() before run.step(loss)."
             )
         for number in self.missing.copy():
             self.take(number)
@@ -279,14 +279,14 @@ def _version(gradient: Tensor | None) -> int:
 def _changed() -> UserError:
     return UserError(
         "training loop: gradients were changed between backward() and step(), when they may have "
-        "been sent already; give wait_free=False, so that they are sent at step()"
+        "been sent already. Pass wait_free=False, which sends them at step()."
     )
 
 
 def _unbound() -> UserError:
     return UserError(
-        "training loop: a parameter's .grad was replaced; do not call optimizer.zero_grad() or "
-        "model.zero_grad(): step() clears the gradients"
+        "training loop: a parameter's .grad was replaced. Do not call optimizer.zero_grad() or "
+        "model.zero_grad(), because step() clears the gradients."
     )
 
 
@@ -366,8 +366,8 @@ class BucketWatch:
             is_complete = is_complete or self._missing[index] == 0
             if self._missing[index] < 0:
                 raise UserError(
-                    "training loop: a second backward() before step(); for several backward "
-                    "passes in a step put all but the last into `with run.accumulate():`"
+                    "training loop: a second backward() before step(). For several backward "
+                    "passes in a step, put all but the last into `with run.accumulate():`."
                 )
         if is_complete:
             self._report()

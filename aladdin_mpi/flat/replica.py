@@ -158,7 +158,10 @@ class Replica(_Flat):
         device, dtype = self._device(), common_dtype(self._parameters)
         numel = sum(p.numel() for p in self._parameters)
         if not numel:
-            raise UserError("model: expected trainable parameters with values, got none with any")
+            raise UserError(
+                "model: expected trainable parameters with values, got none with any; pass a "
+                "model whose parameters are not empty"
+            )
         super().__init__(outline(module), torch.empty(numel, dtype=dtype, device=device))
         self.others = OtherDtypes()
         self.gradients = BoundGradients(self._parameters, self.others)
@@ -173,7 +176,10 @@ class Replica(_Flat):
 
     def _device(self) -> torch.device:
         if not self._parameters:
-            raise UserError("model: expected at least one parameter that requires a gradient")
+            raise UserError(
+                "model: expected at least one parameter that requires a gradient, got none; "
+                "unfreeze some"
+            )
         devices = {p.device for p in self._parameters}
         if len(devices) > 1:
             raise UserError(
@@ -336,6 +342,6 @@ class Projections:
                 if function(place.name, values) is not None:
                     raise UserError(
                         "run.project() requires a function that changes the values in place and "
-                        f"returns nothing, and {getattr(function, '__name__', function)} returned "
+                        f"returns nothing; {getattr(function, '__name__', function)} returned "
                         f"something for {place.name}. Use in-place methods such as clamp_()."
                     )

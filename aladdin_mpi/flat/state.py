@@ -163,8 +163,8 @@ def equal(merged: Tensor | None, new: Tensor | None, count: int, name: str = "")
     if merged is None or new is None or not torch.equal(merged, new):
         dtype = first(merged, new, count).dtype
         raise UserError(
-            f"--allow-resize: the workers' states differ in {name!r}, of {dtype}, of "
-            "which there is no mean; resume with the number of workers of the checkpoint"
+            f"--allow-resize: the workers' states differ in {name!r}, of {dtype}, which cannot "
+            "be averaged. Resume with the number of workers of the checkpoint."
         )
     return merged
 

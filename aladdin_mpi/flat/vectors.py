@@ -142,20 +142,20 @@ def check_module(module: nn.Module, needs_values: bool) -> None:
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
         if torch.nn.parameter.is_lazy(tensor):
             raise UserError(
-                f"model: expected parameters whose sizes are known, got the lazy {name}; call the "
-                "model once with a batch before it is trained"
+                f"model: expected parameters whose sizes are known, got the lazy {name}; call "
+                "the model once with a batch before training"
             )
         if needs_values and tensor.is_meta:
             raise UserError(
                 f"model: expected parameters and buffers with values, got {name} on the device "
-                "meta; use model.to_empty(device='cpu') and initialise them, or make the model on "
-                "the CPU"
+                "meta; use model.to_empty(device='cpu') and initialise them, or create the model "
+                "on the CPU"
             )
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and not _is_dense(parameter):
             raise UserError(
-                f"model: expected trainable parameters with memory of their own for each value, "
-                f"got {name}, which is {_describe(parameter)}; make it of a copy, such as "
+                "model: expected trainable parameters with memory of their own for each value, "
+                f"got {name}, which is {_describe(parameter)}; copy it, for example "
                 "nn.Parameter(values.contiguous())"
             )
 

@@ -132,10 +132,10 @@ class CheckpointStore:
             if reason is None:
                 raise
             kept = next(reversed(self.all()), None)
-            last = f"the last one, {kept.name}, is kept" if kept else "there is none before it"
+            last = f"the last one, {kept.name}, is kept" if kept else "no earlier one exists"
             raise UserError(
-                f"checkpoint: cannot write it to {self.folder} ({reason.strerror}); {last}; make "
-                f"room for two of them, then go on with --resume {self.folder.parent}"
+                f"checkpoint: cannot write it to {self.folder} ({reason.strerror}); {last}. Free "
+                f"space for two checkpoints, then resume with --resume {self.folder.parent}"
             ) from error
 
     # -- reading ------------------------------------------------------------------------------
@@ -163,11 +163,11 @@ class CheckpointStore:
         if found:
             resize = ""
             if all(line.startswith(RESIZED) for line in found):
-                resize = ", or add --allow-resize to go on with another number of workers"
+                resize = ", or add --allow-resize to continue with another number of workers"
             raise UserError(
-                f"--resume: the checkpoint {folder} belongs to another run than this (the "
-                f"checkpoint's value first): {'; '.join(found[:5])}; resume it as it was "
-                f"started{resize}"
+                f"--resume: the checkpoint {folder} belongs to a different run (the checkpoint's "
+                f"value first): {'; '.join(found[:5])}. Resume it with the options that it was "
+                f"started with{resize}."
             )
         return self.part(rank)
 
@@ -191,7 +191,7 @@ class CheckpointStore:
         else:
             state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
             return state
-        raise UserError(f"--resume: {path} {fault}; take another copy of the run folder")
+        raise UserError(f"--resume: {path} {fault}. Use another copy of the run folder.")
 
     def all(self) -> list[Path]:
         """The complete checkpoints, the oldest first: folders of that name with a manifest."""
@@ -212,8 +212,8 @@ class CheckpointStore:
         found = self.all()
         if not found:
             raise UserError(
-                f"--resume: expected a checkpoint in {self.folder}, found none; the run ended "
-                "before its first one: start it again with --overwrite"
+                f"--resume: {self.folder} contains no checkpoint, because the run ended before "
+                "its first one. Start it again with --overwrite."
             )
         return found[-1]
 
@@ -240,7 +240,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"--resume: {folder} is not a checkpoint of aladdin_mpi: {path.name} cannot be read "
-            f"({error!r}); give the folder of a run"
+            f"({error!r}). Name the folder of a run."
         ) from error
     if found != FORMAT:
         raise UserError(
@@ -249,7 +249,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         )
     if fault := _fault(manifest):
         raise UserError(
-            f"--resume: {path} is damaged: {fault}; take another copy of the run folder"
+            f"--resume: {path} is damaged: {fault}. Use another copy of the run folder."
         )
     manifest["option"] = with_current_names(SimulateOptions, manifest["option"])
     return manifest
@@ -391,9 +391,9 @@ class Checkpoints(RunHook):
         state = self._store.load(self._transport.rank, self._about, resizes)
         if state is not None and state["drawn"] > self._plan.total:
             raise UserError(
-                f"--resume: expected a run at least as long as it was, {state['drawn']} samples, "
-                f"got a length of {self._plan.total}; give more --epochs, --samples or --steps, or "
-                "leave them out"
+                f"--resume: expected a length of at least the {state['drawn']} samples already "
+                f"trained on, got {self._plan.total}; increase --epochs, --samples or --steps, "
+                "or leave them out"
             )
         return state
 

@@ -234,6 +234,6 @@ class BatchNormRecalibrator:
             guard.warn(
                 [
                     "batch norm: no training call of the model was seen, so its statistics are "
-                    "those of one worker's steps; call the model itself, not its parts"
+                    "those of one worker's steps; call the model itself, not only its parts"
                 ]
             )

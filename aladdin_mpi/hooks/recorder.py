@@ -121,8 +121,8 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
         return []
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"{path}: expected the metrics of a run, got what cannot be read ({error}); remove it, "
-            "or take another copy of the run folder"
+            f"{path}: the metrics cannot be read ({error}). Remove the file, or use another copy "
+            "of the run folder."
         ) from error
     lines = []
     for text in texts:

@@ -104,14 +104,12 @@ class UserMetrics(RunHook):
         plain = {}
         for name, value in figures.items():
             if name in TAKEN:
-                raise UserError(
-                    f"run.log: {name}: expected another name, as the run logs that itself; "
-                    "rename it"
-                )
+                raise UserError(f"run.log: {name} is logged by the run itself. Use another name.")
             number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
             if isinstance(number, bool) or not isinstance(number, (int, float)):
                 raise UserError(
-                    f"run.log: {name}: expected a number, got {type(value).__name__}; give one"
+                    f"run.log: {name}: expected a number, got {type(value).__name__}; convert it "
+                    "with float()"
                 )
             plain[name] = float(number)
         if self._transport.rank == 0:

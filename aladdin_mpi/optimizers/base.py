@@ -179,9 +179,10 @@ class Inherited:
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim() and value.shape != (stop - start,):
                 raise UserError(
-                    f"--allow-resize: the optimizer's {name!r} has the shape {tuple(value.shape)} "
-                    f"for {stop - start} values and cannot be cut anew; resume with the numbers "
-                    "of servers and workers of the checkpoint"
+                    f"--allow-resize: the optimizer's {name!r} has the shape "
+                    f"{tuple(value.shape)} for {stop - start} values and cannot be "
+                    "redistributed. Resume with the numbers of servers and workers of the "
+                    "checkpoint."
                 )
         self._runs.append((start, stop, state))
 

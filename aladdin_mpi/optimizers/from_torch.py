@@ -72,8 +72,9 @@ def treats_values_alike(given: torch.optim.Optimizer) -> bool:
         together = _steps(given, shapes, starts)
     except Exception as error:
         raise UserError(
-            f"optimizer: expected one whose step() needs no more than gradients, got "
-            f"{type(given).__name__}, which failed: {type(error).__name__}: {error}"
+            "optimizer: expected one whose step() needs only gradients, got "
+            f"{type(given).__name__}, which failed: {type(error).__name__}: {error}; use another "
+            "optimizer"
         ) from error
     try:
         cut = [_steps_in_pieces(given, shape, x) for shape, x in zip(shapes, starts, strict=True)]
@@ -298,8 +299,8 @@ class TorchOptimizer(Optimizer):
             return
         if self.scheduler.last_epoch != self._scheduled:
             raise UserError(
-                "training loop: scheduler.step() was called; run.step() does that for the "
-                "scheduler that it was given: leave the call out"
+                "training loop: scheduler.step() was called. Leave the call out, because "
+                "run.step() advances the scheduler that was passed to the run."
             )
         # Otherwise the scheduler warns that the optimizer has made no step.
         self.given._opt_called = True  # type: ignore[attr-defined]

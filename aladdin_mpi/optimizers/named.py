@@ -63,7 +63,7 @@ def arguments(make: Make, settings: Mapping[str, float]) -> dict[str, Any]:
             numeric = [each for each in parameters if each not in ("params", "lr", "weight_decay")]
             names = ", ".join(numeric).replace("betas", ", ".join(BETAS))
             raise UserError(
-                f"--optimizer-options: expected one of {names}, got {name!r}; take one of these"
+                f"--optimizer-options: expected one of {names}, got {name!r}; use one of these"
             )
         default = parameters[target].default
         if target == "betas":
@@ -104,7 +104,7 @@ def groups(
             if not any(fnmatchcase(name, pattern) for name, _ in named):
                 raise UserError(
                     f"{option}: expected patterns of parameters' names, got {pattern!r}, which "
-                    f"matches none of {len(named)}, such as {named[0][0]!r}; mend the pattern"
+                    f"matches none of {len(named)}, such as {named[0][0]!r}; correct the pattern"
                 )
     found: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in named:

@@ -190,7 +190,7 @@ class ScriptAccess:
                 "training loop: optimizer.param_groups (such as the learning rate) was changed "
                 "between backward() and run.step(), but parts of this step were already sent or "
                 "applied during backward(). Change it before backward(), or pass wait_free=False "
-                "to DataParallel"
+                "to DataParallel."
             )
         self._is_stepped = True
 
@@ -237,10 +237,10 @@ class ScriptAccess:
             if not (self._is_stepped or self._has_ended):
                 return None
             raise UserError(
-                f"optimizer.state_dict(): this rank does not have the state of "
+                "optimizer.state_dict(): this rank does not have the state of "
                 f"{type(optimizer).__name__}, as the steps are made on other ranks (with bsp on "
                 "the servers). Leave the call out and use the checkpoints of the run, which "
-                "contain it: run_dir=, checkpoint_every= and resume= of DataParallel"
+                "contain it: run_dir=, checkpoint_every= and resume= of DataParallel."
             )
         packed = {
             index: states[parameter]
@@ -256,7 +256,7 @@ class ScriptAccess:
             raise UserError(
                 "optimizer.load_state_dict() was called during the run, which began with the "
                 "state that the optimizer had in run.batches(). Call it before run.batches(), or "
-                "continue from a checkpoint of the run with resume="
+                "continue from a checkpoint of the run with resume=."
             )
         self._release()
 

@@ -40,9 +40,9 @@ AlphaRule = Literal["theory", "since-last", "literal"]
 """Rules by which ALADDIN's server chooses a worker's weight of the global model."""
 Allreduce = Literal["auto", "ring", "mpi", "horovod", "torch"]
 OUTLAST_DEATHS = ("auto", "ring", "mpi")
-"""All-reduce implementations that may survive the failure of ranks."""
-FROM_WEIGHTED_MEAN = "they begin from the weighted mean of all models, with equal weights"
-FROM_CENTRE = "what the workers' own models were ahead of the centre is dropped"
+"""The all-reduces that may stand for sums which outlast the failure of ranks."""
+FROM_WEIGHTED_MEAN = "they start from the weighted mean of all models, with equal weights"
+FROM_CENTRE = "the differences of the workers' models from the centre are dropped"
 
 
 class OwnOptions(BaseModel):
@@ -231,8 +231,8 @@ def _check_lookahead(run: GeneralOptions) -> None:
     steps = own(run, AladdinOptions).lookahead
     if steps and not run.momentum:
         raise UserError(
-            f"--aladdin-lookahead: expected 0 with --momentum 0, got {steps:g}: a worker looks "
-            "ahead along its momentum; leave the option out, or set --momentum"
+            "--aladdin-lookahead requires a momentum above 0, along which workers look ahead. "
+            "Set --momentum, or leave --aladdin-lookahead out."
         )
 
 
@@ -293,7 +293,7 @@ ALADDIN_AHEAD = Algorithm(
     auto_wire="int8",
     clips="parts",
     optimizers="by-value",
-    on_resize="the workers' tracks start again",
+    on_resize="the workers' tracks are reset",
 )
 
 
@@ -318,14 +318,14 @@ def _check_host_first(run: GeneralOptions) -> None:
     """Check that ``host_first``, which adds whole gradients, fits the other options."""
     if not own(run, BspOptions).host_first:
         return
-    whole = "which adds up whole gradients"
+    whole = "which sums whole gradients"
     for flag, is_given, why in (
-        ("--node-sums", run.node_sums, "which adds up on the host too; leave"),
-        (f"--compression {run.compression}", run.compression != "none", f"{whole}; leave"),
-        (f"--wire {run.wire}", run.wire in QUANTISED_BITS, f"{whole}; use --wire bf16, or leave"),
+        ("--node-sums", run.node_sums, "which already sums gradients on the host. Leave"),
+        (f"--compression {run.compression}", run.compression != "none", f"{whole}. Leave"),
+        (f"--wire {run.wire}", run.wire in QUANTISED_BITS, f"{whole}. Use --wire bf16, or leave"),
     ):
         if is_given:
-            raise UserError(f"{flag}: expected without --bsp-host-first, {why} one of the two out")
+            raise UserError(f"{flag} cannot be combined with --bsp-host-first, {why} one out.")
 
 
 BSP = Algorithm(
@@ -523,7 +523,7 @@ AD_PSGD = Algorithm(
     AdPsgdOptions,
     holder="all",
     least_workers=2,
-    on_resize="they begin from the mean of all models",
+    on_resize="they start from the mean of all models",
 )
 
 

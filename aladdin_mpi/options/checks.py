@@ -46,11 +46,12 @@ def check_ranks(algorithm: Algorithm, size: int, servers: int) -> None:
     least = algorithm.least_workers
     if workers < least:
         those = "one worker" if least == 1 else f"{least} workers"
-        beside = f", for --servers {servers} and {those}" if servers else ""
+        beside = f" (--servers {servers} and {those})" if servers else ""
+        alone = "; if mpirun started several, see docs/troubleshooting.md" if size == 1 else ""
         raise UserError(
-            f"--algorithm {algorithm.name}: expected at least {servers + least} ranks{beside}, got "
-            f"{size}; start it with mpirun -np {servers + least} or more, or simulate it with "
-            f"--workers {least} or more"
+            f"--algorithm {algorithm.name}: expected at least {servers + least} ranks{beside}, "
+            f"got {size}; start it with mpirun -np {servers + least} or more, or simulate it "
+            f"with --workers {least} or more{alone}"
         )
     if servers > workers:
         raise UserError(
@@ -81,48 +82,48 @@ def _conflicts(algorithm: Algorithm, options: GeneralOptions) -> Iterator[str]:
     compresses, quantises = compression != "none", wire in QUANTISED_BITS
     if compresses and not algorithm.compresses:
         yield (
-            f"--compression {compression}: expected an algorithm that sends gradients "
-            f"({_able(lambda each: each.compresses)}), got {name}; leave the option out"
+            f"--compression {compression} requires an algorithm that sends gradients "
+            f"({_able(lambda each: each.compresses)}); {name} does not. Leave the option out."
         )
     place = place_of_momentum(algorithm, options)
     if compresses and place != "worker":  # compressed are steps with the worker's momentum
         yield (
-            f"--compression {compression}: expected --{name}-momentum worker, got {place}; leave "
-            "one of the two out"
+            f"--compression {compression} cannot be combined with --{name}-momentum {place}. "
+            "Leave one out."
         )
     if wire == "bf16" and not algorithm.whole_models:
         yield (
-            f"--wire bf16: expected a wire that keeps the differences of models for {name}, got "
-            "one that rounds whole models; use --wire int8, which sends less"
+            f"--wire bf16 cannot be combined with {name}, which needs small differences between "
+            "models that bf16 rounds away. Use --wire int8, which also sends less."
         )
     if quantises and not algorithm.quantises:
         yield (
-            f"--wire {wire}: expected an algorithm that sends gradients to servers "
-            f"({_able(lambda each: each.quantises)}), got {name}; use --wire bf16"
+            f"--wire {wire} requires an algorithm that sends gradients to servers "
+            f"({_able(lambda each: each.quantises)}); {name} does not. Use --wire bf16."
         )
     if quantises and compresses:
         yield (
-            f"--wire {wire}: expected without --compression {compression}, whose values are few; "
-            "use --wire bf16, or leave one of the two out"
+            f"--wire {wire} cannot be combined with --compression {compression}. Use --wire "
+            "bf16, or leave one out."
         )
     if options.node_sums and not algorithm.node_sums:
         yield (
-            "--node-sums: expected an algorithm whose worker can be a node "
-            f"({_able(lambda each: each.node_sums)}), got {name}; leave the option out"
+            "--node-sums requires an algorithm that supports per-node aggregation "
+            f"({_able(lambda each: each.node_sums)}); {name} does not. Leave the option out."
         )
     in_collective = f"which {name} sends in a collective of all workers"
     for flag, is_given, why in (
-        ("--max-loss", options.max_loss is not None, "which looks at each worker's loss"),
+        ("--max-loss", options.max_loss is not None, "which checks the loss of each worker"),
         (f"--compression {compression}", compresses and algorithm.collective, in_collective),
-        ("--allow-resize", options.allow_resize, "as workers are nodes then"),
+        ("--allow-resize", options.allow_resize, "as each node is one worker"),
     ):
         if options.node_sums and is_given:
-            yield f"--node-sums: expected without {flag}, {why}; leave one of the two out"
+            yield f"--node-sums cannot be combined with {flag}, {why}. Leave one out."
     if options.checksum and algorithm.collective:
         yield (
-            "--checksum: expected an algorithm that sends messages from rank to rank "
-            f"({_able(lambda each: not each.collective)}), got {name}, whose sums are made by a "
-            "library; leave the option out"
+            "--checksum requires an algorithm that sends messages from rank to rank "
+            f"({_able(lambda each: not each.collective)}); {name} uses the collectives of a "
+            "library. Leave the option out."
         )
 
 

@@ -95,8 +95,8 @@ class CheckpointInterval:
             if amount.is_integer():
                 return cls(samples=int(amount))
         raise ValueError(
-            "expected N, Nsamples, Nepochs, Nmin or Ns with N above 0 and samples whole, or never, "
-            f"got {str(given)!r}; write for example 50000, 0.5epochs or 10min"
+            "expected N, Nsamples, Nepochs, Nmin or Ns with N above 0 (whole for samples), or "
+            f"never, got {str(given)!r}; write for example 50000, 0.5epochs or 10min"
         )
 
     def __str__(self) -> str:
@@ -581,43 +581,35 @@ class GeneralOptions(BaseModel):
         """Yield an error message for each invalid combination of options."""
         lengths = [f"--{name}" for name in LENGTHS if getattr(self, name) is not None]
         if len(lengths) > 1:
-            yield f"{' and '.join(lengths)} exclude each other; give one of them"
+            yield f"{' and '.join(lengths)} cannot be combined. Keep one of them."
         if self.lr_schedule == "step" and not self.lr_steps:
-            yield (
-                "--lr-schedule step: expected the epochs of the steps too, got none; "
-                "add for example --lr-steps 15,25"
-            )
+            yield "--lr-schedule step requires --lr-steps. Add for example --lr-steps 15,25."
         if self.lr_schedule != "step" and self.lr_steps:
             yield (
-                "--lr-steps: expected only with the schedule step, got the schedule "
-                f"{self.lr_schedule}; add --lr-schedule step"
+                f"--lr-steps requires the step schedule, not {self.lr_schedule}. Add "
+                "--lr-schedule step, or leave --lr-steps out."
             )
         if list(self.lr_steps) != sorted(set(self.lr_steps)):
             given = shown(self.lr_steps)
-            yield f"--lr-steps: expected epochs in rising order, got {given}; sort them"
+            yield f"--lr-steps: expected epochs in increasing order, got {given}; sort them"
         if not all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(self.backward_shape)):
             yield (
-                "--backward-shape: expected points in rising order, of both the gradient and the "
+                "--backward-shape: expected points that increase in both the gradient and the "
                 f"time, got {' '.join(f'{g:g}:{t:g}' for g, t in self.backward_shape)}; sort them"
             )
         if self.nesterov and self.momentum == 0:
-            yield "--nesterov: expected a momentum above 0, got 0; add --momentum 0.9"
+            yield (
+                "--nesterov requires a momentum above 0. Add --momentum 0.9, or leave --nesterov "
+                "out."
+            )
         if self.node_size is not None and not self.node_sums:
-            yield (
-                "--node-size: expected with --node-sums, got it without; add --node-sums, or "
-                "leave it out"
-            )
+            yield "--node-size requires --node-sums. Add --node-sums, or leave --node-size out."
         if self.stage is not None and self.data_dir is None:
-            yield (
-                f"--stage {self.stage}: expected with --data-dir, got it without; add --data-dir "
-                "FOLDER, or leave it out"
-            )
+            yield "--stage requires --data-dir. Add --data-dir FOLDER, or leave --stage out."
         if self.resume == AUTO and self.run_dir is None:
-            yield (
-                "--resume auto: expected the folder of the run too, got none; add --run-dir FOLDER"
-            )
+            yield "--resume auto requires --run-dir. Add --run-dir FOLDER."
         if self.resume == AUTO and self.overwrite:
-            yield "--resume auto and --overwrite exclude each other; give one of them"
+            yield "--resume auto cannot be combined with --overwrite. Leave one out."
         buffer = self.shuffle_buffer
         for flag, is_given, sets in (
             ("--corrupt-images skip", self.corrupt_images == "skip", ("imagefolder", "shards")),
@@ -626,11 +618,11 @@ class GeneralOptions(BaseModel):
         ):
             if is_given and self.dataset not in sets:
                 yield (
-                    f"{flag}: expected only with the data set {' or '.join(sets)}, got "
-                    f"{self.dataset}; leave it out"
+                    f"{flag} requires the data set {' or '.join(sets)}, not {self.dataset}. "
+                    "Leave the option out."
                 )
         if self.allow_resize and self.resume is None:
             yield (
-                "--allow-resize: expected with --resume, got it for a new run; add --resume "
-                "FOLDER, or leave it out"
+                "--allow-resize requires --resume. Add --resume FOLDER, or leave --allow-resize "
+                "out."
             )

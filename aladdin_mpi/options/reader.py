@@ -792,9 +792,10 @@ def _named_by_origin(text: str, model: type[BaseModel], settings: Settings) -> s
         for leaf in leaves(model).values()
         if leaf.path in settings
     }
-    fault, semicolon, remedy = text.partition(";")
-    fault = re.sub(r"--[a-z][a-z-]*", lambda found: origins.get(found[0], found[0]), fault)
-    return fault + semicolon + remedy
+    remedy = re.search(r"[;.] ", text)
+    end = remedy.start() if remedy else len(text)
+    fault = re.sub(r"--[a-z][a-z-]*", lambda found: origins.get(found[0], found[0]), text[:end])
+    return fault + text[end:]
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -65,13 +65,12 @@ class TrainOptions(RunOptions):
     def _check_compute_time(self) -> TrainOptions:
         if self.compute == "timed" and self.compute_time is None:
             raise ValueError(
-                "--compute timed: expected the time of a step too, got none; "
-                "add for example --compute-time 0.1"
+                "--compute timed requires --compute-time. Add for example --compute-time 0.1."
             )
         if self.compute == "real" and self.compute_time is not None:
             raise ValueError(
-                "--compute-time: expected only with timed computing, got real computing; "
-                "add --compute timed"
+                "--compute-time requires --compute timed. Add --compute timed, or leave "
+                "--compute-time out."
             )
         return self
 
@@ -117,14 +116,14 @@ class SimulateOptions(RunOptions):
     def _check_simulation(self) -> SimulateOptions:
         if self.ranks_per_host is not None and self.cluster.placement != "block":
             raise ValueError(
-                f"--ranks-per-host: expected with --placement block, got "
-                f"{self.cluster.placement}; leave out --placement or --ranks-per-host"
+                f"--ranks-per-host requires block placement, not {self.cluster.placement}. Leave "
+                "out --placement or --ranks-per-host."
             )
         named = len(self.cluster.worker_hosts)
         if named and named != self.workers:
             raise ValueError(
-                f"--worker-hosts: expected the host of each of {self.workers} workers, got {named} "
-                "hosts; name as many, or add --worker-hosts none"
+                f"--worker-hosts: expected one host for each of {self.workers} workers, got "
+                f"{named} hosts; name as many, or add --worker-hosts none"
             )
         try:
             check_workers(self, self.workers)
@@ -156,9 +155,9 @@ def check_cluster(options: SimulateOptions, ranks: int) -> None:
     cluster, room = options.cluster, options.ranks_per_host
     if room is not None and cluster.hosts * room < ranks:
         raise UserError(
-            f"--ranks-per-host: expected room for {ranks} ranks, got {cluster.hosts} hosts for "
-            f"{room} each; add --ranks-per-host {-(-ranks // cluster.hosts)} or "
-            f"--hosts {-(-ranks // room)}"
+            f"--ranks-per-host: expected places for {ranks} ranks, got {cluster.hosts} hosts "
+            f"with {room} each; use --ranks-per-host {-(-ranks // cluster.hosts)} or --hosts "
+            f"{-(-ranks // room)}"
         )
     named = {
         "--failures": list(cluster.failures),
@@ -317,15 +316,15 @@ def resumed_settings(model: type[BaseModel], given: Settings, run_dir: Path) -> 
     refused = {path: s.origin for path, s in given.items() if path[0] not in changeable}
     if refused:
         allowed = ", ".join(f"--{kebab(name)}" for name in sorted(RESUME_FIELDS - {"resume"}))
-        resize = "add --allow-resize, " if {path[0] for path in refused} <= RESIZE_FIELDS else ""
+        resize = "Add --allow-resize, l" if {path[0] for path in refused} <= RESIZE_FIELDS else "L"
         raise UserError(
-            f"{', '.join(refused.values())}: cannot be given together with --resume, which takes "
-            f"the configuration of the run in {run_dir}; {resize}leave it out, or start a new run. "
-            f"Beside --resume are possible: {allowed}"
+            f"{', '.join(refused.values())} cannot be combined with --resume, which uses the "
+            f"configuration of the run in {run_dir}. {resize}eave it out, or start a new run. "
+            f"Options allowed with --resume: {allowed}"
         )
     if not (run_dir / CONFIG_NAME).is_file():
         raise UserError(
-            f"--resume: expected the folder of a run, got {str(run_dir)!r}, which holds no "
+            f"--resume: expected the folder of a run, got {str(run_dir)!r}, which has no "
             f"{CONFIG_NAME}; check the path"
         )
     stored = read_toml(model, run_dir / CONFIG_NAME, "--resume")
@@ -354,8 +353,8 @@ def unused(options: RunOptions, given: Settings) -> dict[str, str]:
     used = {each.group for name, each in ALGORITHMS.items() if name == options.algorithm}
     if options.compression == DGC:
         used.add(DGC)
-    remedy = f"with --algorithm {options.algorithm}; leave it out"
-    of_dgc = f"without --compression {DGC}; add that, or leave it out"
+    remedy = f"with --algorithm {options.algorithm}. Leave it out."
+    of_dgc = f"without --compression {DGC}. Add --compression {DGC}, or leave it out."
     return {
         setting.origin: of_dgc if path[0] == DGC else remedy
         for path, setting in given.items()
@@ -367,6 +366,6 @@ def warnings(options: RunOptions, given: Settings) -> list[str]:
     """Return a warning for each option without effect, and for each with its former spelling."""
     renamed = renamed_flags(type(options), given).items()
     return [
-        *(f"{flag}: has no effect {remedy}" for flag, remedy in unused(options, given).items()),
-        *(f"{former}: has been renamed; use {flag}" for former, flag in renamed),
+        *(f"{flag} has no effect {remedy}" for flag, remedy in unused(options, given).items()),
+        *(f"{former} has been renamed. Use {flag}." for former, flag in renamed),
     ]

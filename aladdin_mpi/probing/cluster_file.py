@@ -158,14 +158,14 @@ def check_free(path: Path, overwrite: bool) -> None:
     """
     if not path.parent.is_dir():
         raise UserError(
-            f"--out {path}: expected a folder that is there, got {str(path.parent)!r}; make it "
+            f"--out {path}: expected an existing folder, got {str(path.parent)!r}; create it "
             "first, or name another"
         )
     if path.is_dir():
         raise UserError(f"--out {path}: expected a file, got a folder; name a file in it")
     if path.exists() and not overwrite:
         raise UserError(
-            f"--out {path}: expected a new file, got one that is there; name another, or add "
+            f"--out {path}: expected a new file, got one that exists; name another, or add "
             "--overwrite"
         )
 
@@ -206,7 +206,9 @@ def write_and_tell(text: str, options: ProbeOptions) -> None:
     """Write the file, and say where it is and how to use it. Raises as :func:`write`."""
     path = write(options.out, text, options.overwrite)
     if path != options.out:
-        print(f"{options.out} has come from elsewhere meanwhile, and is left as it is")
+        print(
+            f"{options.out} was created by another process in the meantime, and is left unchanged"
+        )
     print(f"wrote {path}; to use it: {_command(path)}")
 
 

@@ -157,7 +157,7 @@ class _Reading:
         value, unit = match.groups()
         if unit.lower().startswith(("mil", "ms")):
             raise UserError(
-                f"--describe: expected what takes {value} {unit}, got the time alone; write "
+                f"--describe: expected the meaning of {value} {unit}, got the time alone; write "
                 f'"step {value} {unit}" or "latency {value} {unit}"'
             )
         self._time("latency_us" if _letter(unit) == "u" else "step_seconds")(match)
@@ -177,8 +177,8 @@ class _Reading:
         phrase = " ".join(match[0].replace(TAKEN, " ").split())
         if name in self._said:
             raise UserError(
-                f"--describe: expected this once, got {self._said[name]!r} and {phrase!r}; leave "
-                "one out"
+                f"--describe: {self._said[name]!r} and {phrase!r} cannot be combined. Leave one "
+                "out."
             )
         self._said[name] = phrase
         self._found[name] = value
@@ -191,7 +191,7 @@ class _Reading:
         hosts = self._found.get("nodes", 1)
         if total % hosts or "gpus_per_node" in self._found:
             raise UserError(
-                f"--describe: expected as many workers on each of {hosts} hosts, got "
+                f"--describe: expected the same number of workers on each of {hosts} hosts, got "
                 f'{self._said["total"]!r}; write for example "{hosts} nodes x 4 GPUs"'
             )
         self._found["gpus_per_node"] = total // hosts
@@ -207,8 +207,8 @@ class _Reading:
 def _refuse(part: str) -> NoReturn:
     examples = ", ".join(f'"{example}"' for example in EXAMPLES)
     raise UserError(
-        f"--describe: expected numbers of hosts and workers, rates and times, got {part!r}, which "
-        f"is not understood; write for example {examples}"
+        f"--describe: expected numbers of hosts and workers, rates and times, got {part!r}; "
+        f"write for example {examples}"
     )
 
 

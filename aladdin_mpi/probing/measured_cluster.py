@@ -346,7 +346,7 @@ def _also(found: Measured) -> Iterator[str]:
     if network.hosts == 2:
         yield "two hosts show only the slower of their two links"
     if overlap is None:
-        yield "messages beside computing: not measured, as there is one rank alone"
+        yield "messages during computation: not measured, because there is only one rank"
     else:
         moved, slower = percent(overlap.moved), percent(overlap.slower)
         yield (
@@ -423,6 +423,6 @@ def _lost(error: WaitTimeoutError, transport: Transport) -> LostError:
     named = re.search(r"rank (\d+), tag", waited)
     where = f" on host {transport.host_names[int(named[1])]}" if named else ""
     return LostError(
-        f"{waited}{where}: that rank hangs, has died, or its step takes very long; start the probe "
-        "without its host, or give it more time with --seconds"
+        f"{waited}{where}: that rank hangs, has failed, or its step takes very long; start the "
+        "probe without its host, or allow more time with --seconds"
     )

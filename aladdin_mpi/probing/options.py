@@ -145,8 +145,8 @@ def read(argv: Sequence[str] | None) -> tuple[ProbeOptions, bool]:
     if describes:
         for name, setting in _of_group(MEASURING, given).items():
             raise UserError(
-                f"{setting.origin}: expected only where a cluster is measured, got it beside a "
-                f"description; leave --{kebab(name)} out, or measure without one"
+                f"{setting.origin} cannot be combined with a description of the cluster. Leave "
+                f"--{kebab(name)} out, or measure without a description."
             )
         if (text := given.get(("describe",))) is not None:
             words = described(str(text.value))
@@ -154,8 +154,8 @@ def read(argv: Sequence[str] | None) -> tuple[ProbeOptions, bool]:
     options = build(ProbeOptions, given)
     if describes and options.nodes is None:
         raise UserError(
-            "--nodes: expected the number of hosts, got none; add for example --nodes 16, or "
-            '--describe "16 nodes x 4 GPUs"'
+            "--nodes: the number of hosts is missing. Add for example --nodes 16, or --describe "
+            '"16 nodes x 4 GPUs".'
         )
     return options, describes
 

@@ -74,7 +74,7 @@ def make_task(options: ProbeOptions, device: torch.device) -> ProbeTask:
     """
     if options.model.startswith(SIZE_PREFIX):
         raise UserError(
-            f"--model {options.model}: expected a model that can be calculated, got a size alone; "
+            f"--model {options.model}: expected a model that can be trained, got a size alone; "
             "name a model"
         )
     data = describe_set(options.dataset, None, False, options.image_size)

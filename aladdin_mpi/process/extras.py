@@ -25,5 +25,5 @@ def need(library: str, wanted_by: str) -> None:
     """Raise UserError if ``library`` of :data:`EXTRAS`, for argument ``wanted_by``, is missing."""
     if missing(library):
         raise UserError(
-            f"{wanted_by}: expected {library}, which is not installed; {command([library])}"
+            f"{wanted_by} requires {library}, which is not installed. Run {command([library])}"
         )

@@ -109,8 +109,8 @@ def remove_tree(path: Path) -> None:
 
 def _is_link(path: Path, kind: str) -> UserError:
     return UserError(
-        f"{path}: expected {kind} of the program's own, got a symbolic link, which is not "
-        f"followed, as anybody may have put it there; remove it"
+        f"{path}: expected {kind}, got a symbolic link, which is not followed because anyone may "
+        "have put it there; remove it"
     )
 
 

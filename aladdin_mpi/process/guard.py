@@ -148,9 +148,8 @@ def exit_called(error: SystemExit) -> UserError:
     # The innermost line that is not Python's own, such as argparse's.
     last = ([each for each in frames if Path(each.filename).parent != _LIBRARY] or frames)[-1]
     return UserError(
-        f"{last.filename}, line {last.lineno}, in {last.name}: expected code that goes on or "
-        f"raises an error while the run goes on, got a call of sys.exit({given}), which would "
-        "leave other ranks waiting; raise an error in its place"
+        f"{last.filename}, line {last.lineno}, in {last.name}: sys.exit({given}) was called "
+        "during the run, which would leave other ranks waiting. Raise an error instead."
     )
 
 
@@ -216,7 +215,7 @@ def end_job(error: BaseException) -> None:
         console.say(f"aladdin_mpi: error: {error}{_and_then(AGAIN)}")
     elif (full := system_error(error)) and full.errno in (errno.ENOSPC, errno.EDQUOT):
         console.say(
-            f"aladdin_mpi: error{where}: {full}; make room there, then go on from the last "
+            f"aladdin_mpi: error{where}: {full}. Free space there, then continue from the last "
             "checkpoint with --resume"
         )
     else:

@@ -21,7 +21,7 @@ from aladdin_mpi.process import guard
 ENDS = signal.SIGXCPU
 """Ends a rank while it starts, with this as its exit status: after a death by a signal ULFM lets
 the job continue. (SIGHUP is blocked while MPI starts.)"""
-BEGINS = "for its program to begin"
+BEGINS = "for its program to start"
 SLICE = 1.0
 """Seconds between two readings of the clock. Much more means that the whole job stood still."""
 SPOKEN_SECONDS = 10.0
@@ -76,9 +76,10 @@ def _watch_parent(pipe: int, rank: int, pid: int, job: str, limit: float) -> Non
         _end_parent(
             pid,
             job,
-            f"aladdin_mpi: error: rank {rank} (host {os.uname().nodename}) has waited {limit:g} s "
-            f"{what}: a rank has died, hangs, or is slower than --timeout allows; look at the "
-            "hosts of the others, then start the job again, or raise --timeout\n",
+            f"aladdin_mpi: error: rank {rank} (host {os.uname().nodename}) has waited {limit:g} "
+            f"s {what}: a rank has failed, hangs, or is slower than --timeout allows; check the "
+            "hosts of the others, then start the job again, or increase --timeout "
+            "(docs/troubleshooting.md)\n",
         )
 
 

@@ -30,16 +30,16 @@ from aladdin_mpi.transport.base import Transport
 
 NO_EFFECT = {
     "precision": "put forward and loss into torch.autocast",
-    "stage": "copy the data before",
-    "data_dir": "give batches() the data set",
-    "download": "give batches() the data set",
-    "cache": "give batches() the data set",
-    "image_size": "give batches() images of that size",
-    "augment": "give batches() a data set that augments its samples",
-    "corrupt_images": "give batches() a data set that does it",
-    "shuffle_buffer": "give load_dataset() one",
-    "check_images": "look at the images before",
-    "evaluate_on": "rank 0 calls evaluate(), with a module on its CPU",
+    "stage": "copy the data beforehand",
+    "data_dir": "pass the data set to batches()",
+    "download": "pass the data set to batches()",
+    "cache": "pass the data set to batches()",
+    "image_size": "pass images of that size to batches()",
+    "augment": "pass batches() a data set that augments its samples",
+    "corrupt_images": "pass batches() a data set that skips unreadable images",
+    "shuffle_buffer": "pass it to load_dataset()",
+    "check_images": "check the images beforehand",
+    "evaluate_on": "note that rank 0 calls evaluate() with a module on its CPU",
 }
 """Options that only the built-in training follows, and what to do in a loop of one's own."""
 _ARGUMENTS = {leaf.flag: as_argument(path) for path, leaf in leaves(RunOptions).items()}
@@ -54,8 +54,8 @@ def check_effect(given: Collection[str]) -> None:
     for name in NO_EFFECT:
         if name in given:
             raise UserError(
-                f"{name}: expected only for the built-in training, got it for a loop of your own, "
-                f"where it has no effect; leave it out, and {NO_EFFECT[name]}"
+                f"{name} has no effect in a custom training loop. Leave it out, and "
+                f"{NO_EFFECT[name]}."
             )
 
 
@@ -88,13 +88,13 @@ def check_given(module: object, evaluate: object, settings: dict[str, Any]) -> N
     check_effect(settings.keys())
     if not isinstance(module, nn.Module):
         raise UserError(
-            f"DataParallel: expected a torch.nn.Module first, got {type(module).__name__}; give "
+            f"DataParallel: expected a torch.nn.Module first, got {type(module).__name__}; pass "
             "the model itself"
         )
     if evaluate is not None and not callable(evaluate):
         raise UserError(
             "DataParallel: evaluate: expected a function of the module that returns figures by "
-            f"name, got {type(evaluate).__name__}"
+            f"name, got {type(evaluate).__name__}; pass the function itself"
         )
 
 
@@ -139,7 +139,7 @@ def for_one_process(settings: dict[str, Any]) -> dict[str, Any]:
     if not algorithm.has_servers and algorithm.least_workers == 1:
         return settings
     if not settings.get("quiet", False):
-        alone = f"one process trains alone, as ar-sgd does; start {name} with mpirun -np 3 or more"
+        alone = f"one process trains alone, with ar-sgd; to use {name}, run mpirun -np 3 or more"
         guard.warn([alone])
     kept = {name: value for name, value in settings.items() if name not in FOR_SEVERAL}
     return {**kept, "algorithm": "ar-sgd"}
@@ -147,4 +147,7 @@ def for_one_process(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _check_no_settings(settings: dict[str, Any]) -> None:
     if settings:
-        raise UserError(f"options: expected no settings beside them, got {', '.join(settings)}")
+        raise UserError(
+            f"options cannot be combined with single settings ({', '.join(settings)}). Leave one "
+            "of the two out."
+        )

@@ -260,13 +260,13 @@ def _prospects(context: Context) -> str:
     if context.transport.models_time or not context.transport.survives:
         return ""
     if context.transport.is_revoked(without=0):
-        return "ULFM: if ranks die the others go on"
+        return "ULFM: if ranks fail, the surviving ranks continue"
     if context.needs_all is not None:
-        return f"ULFM: is there, but {context.needs_all} needs every worker"
-    return "ULFM: if workers die the others go on"
+        return f"ULFM: available, but {context.needs_all} needs every worker"
+    return "ULFM: if workers fail, the surviving ranks continue"
 
 
 def _remedy(run_dir: Path) -> str:
     if CheckpointStore(run_dir).exists:
         return f"resume with: --resume {run_dir}"
-    return f"it has no checkpoint yet: start it again with --overwrite --run-dir {run_dir}"
+    return f"no checkpoint exists yet: restart with --overwrite --run-dir {run_dir}"

@@ -284,8 +284,8 @@ class DataParallel:
         """
         if self._ending.batches is not None:
             raise UserError(
-                "training loop: expected one call of batches(), got a second; for another run "
-                "make another DataParallel"
+                "training loop: run.batches() was called a second time. For another run make "
+                "another DataParallel."
             )
         # Kept there, so that a loop that is left early can be brought to its end.
         ending = self._ending
@@ -468,8 +468,8 @@ class DataParallel:
             options = self.options
             if loss is None and options.max_loss is not None and options.compute == "real":
                 raise UserError(
-                    "--max-loss: expected the loss of every batch, got a step() without one; call "
-                    "run.step(loss), or leave --max-loss out"
+                    "--max-loss requires the loss of every batch, but step() was called without "
+                    "one. Call run.step(loss), or leave --max-loss out."
                 )
             self._loop.step(loss)
         except UserError:
@@ -494,8 +494,8 @@ class DataParallel:
         """
         if self._ending.batches is not None:
             raise UserError(
-                "training loop: run.project() requires that the loop has not begun. Call it before "
-                "run.batches()"
+                "training loop: run.project() was called after the loop began. Call it before "
+                "run.batches()."
             )
         self._projections.append(function)
 
@@ -547,8 +547,8 @@ class DataParallel:
         """
         if self.is_over:
             raise UserError(
-                "training loop: expected run.reduce() before the run ends, got it behind; call it "
-                "at the ends of run.epochs(), or measure on one rank: all have the same model now"
+                "training loop: run.reduce() was called after the run ended. Call it at the ends "
+                "of run.epochs(), or measure on one rank: all ranks have the same model now."
             )
         if self.is_server:  # a worker may have become one
             return torch.as_tensor(value, dtype=torch.float64)
@@ -580,7 +580,9 @@ class DataParallel:
     def _ready(self) -> Rank:
         self._ending.check_open()
         if self._rank is None:
-            raise UserError("training loop: call run.batches(dataset) first")
+            raise UserError(
+                "training loop: run.batches() was not called. Call run.batches(dataset) first."
+            )
         return self._rank
 
 
@@ -588,9 +590,8 @@ def _checked(options: RunOptions, transport: Transport) -> Algorithm:
     """Return the run's algorithm, if the options and the ranks fit each other."""
     if options.spares and not transport.survives:
         raise UserError(
-            f"--spares: expected an MPI that survives deaths, got one that does not, with "
-            f"{options.spares} spare ranks; start it by mpirun --with-ft ulfm (Open MPI 5), or "
-            "leave the option out"
+            "--spares requires an MPI that survives failures. Start with mpirun --with-ft ulfm "
+            "(Open MPI 5), or leave --spares out."
         )
     return checked_algorithm(options, transport.size - options.spares)
 

@@ -91,7 +91,7 @@ def next_membership(
             places.append(spares.pop(0))
     if not workers or (full_servers and not servers):
         lost = ", ".join(str(rank) for rank in before.ranks if rank not in living)
-        raise LostError(f"rank {lost} has failed, and too few ranks are left to train on")
+        raise LostError(f"rank {lost} has failed, and too few ranks remain to train")
     return replace(
         before,
         number=before.number + 1,
@@ -563,16 +563,18 @@ class ElasticityMachine:
             return self._wait_for_place()
         plan = plan_takeover(members, facts)
         if plan is None:
-            return self._end("all ranks that trained have failed, and only spare ranks are left")
+            return self._end("all training ranks have failed, and only spare ranks remain")
         if not plan.is_accounting_known:
             first = plan.former[0]
             reason = (
-                f"rank {first} (host {self._host_name(first)}), which kept the run's books, and "
-                "its deputy are both lost"
+                f"rank {first} (host {self._host_name(first)}), the coordinator, and its standby "
+                "have both failed"
             )
             return self._end(reason, members.ranks[0])
         if not plan.has_worker:
-            return self._end("no worker's state is left to go on from", members.ranks[0])
+            return self._end(
+                "no surviving rank has a worker's state to continue from", members.ranks[0]
+            )
         self.phase = MachineState.SETUP
         self._facts = plan.known.get(self.rank, self._facts)
         return (FormGroup(plan),)

@@ -212,9 +212,9 @@ class Ending:
                 self._drain()
         else:
             raise UserError(
-                "run.close(): the run has failed on this rank, for which the other ranks wait, so "
-                "that they cannot close it together. Let the error end the program, which ends "
-                "the job."
+                "run.close(): the run has failed on this rank while other ranks wait for it, so "
+                "they cannot close it together. Let the error end the program, which ends the "
+                "job."
             )
 
     def _give_up(self) -> None:
@@ -254,9 +254,9 @@ class Ending:
         if not self.has_ended:
             guard.end_job(
                 UserError(
-                    "training loop: the program has ended before run.batches() did, and the "
-                    "other ranks wait; let the loop go on until it ends by itself, leave it "
-                    "by break, or call run.close()"
+                    "training loop: the program ended before run.batches() did, and other ranks "
+                    "are waiting. Let the loop end by itself, leave it by break, or call "
+                    "run.close() (docs/troubleshooting.md)."
                 )
             )
 
@@ -275,8 +275,8 @@ def end_other_run() -> None:
         other.close()
         guard.warn(
             [
-                "the run before this one was not over and has been closed; train several models "
-                "together as one module, such as nn.ModuleDict"
+                "the previous run had not ended and has been closed; to train several models "
+                "together, put them into one module, such as nn.ModuleDict"
             ]
         )
         return
@@ -287,8 +287,8 @@ def end_other_run() -> None:
 
 def _refuse_second() -> None:
     raise UserError(
-        "DataParallel: expected one run at a time, got a second before the loop of the first has "
-        "ended. After an error, close the first on every rank by run.close(), or make it by `with "
-        "DataParallel(...) as run:`, which does so. Train several models together as one module, "
+        "DataParallel: a second run was made before the loop of the first ended. After an error, "
+        "close the first run on every rank by run.close(), or make it by `with DataParallel(...) "
+        "as run:`, which does so. To train several models together, put them into one module, "
         "such as nn.ModuleDict."
     )

@@ -86,7 +86,7 @@ def _first_told(facts: list[Any]) -> Any:
     """
     told = next((each for each in facts if each is not None), None)
     if told is None:
-        raise LostError("every worker has failed before the training began; start it again")
+        raise LostError("every worker failed before training began")
     return told
 
 
@@ -96,12 +96,12 @@ def _compare(first: str, mine: str, expected: dict[str, Any], data: Mapping[str,
     if others and not any(line.startswith("option.") for line in found):
         # Of which other shapes of parameters may be the consequence.
         raise UserError(
-            f"the training data differ from worker 0's (its value first): {'; '.join(others)}; "
-            "give every worker the same data set"
+            f"the training data differ from worker 0's (its value first): {'; '.join(others)}. "
+            "Pass every worker the same data set."
         )
     if found:
         more = f" and {len(found) - 5} more" if len(found) > 5 else ""
         raise UserError(
-            f"differs from rank 0 (rank 0's value first): {'; '.join(found[:5])}{more}; start "
-            "every rank with the same options, code and environment"
+            f"differs from rank 0 (rank 0's value first): {'; '.join(found[:5])}{more}. Start "
+            "every rank with the same options, code and environment (docs/troubleshooting.md)."
         )

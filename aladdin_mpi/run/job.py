@@ -42,8 +42,8 @@ def choose_device(wanted: str, transport: Transport | Job, servers: int) -> torc
     if kind is None or wanted not in ("auto", "gpu", kind):
         raise UserError(
             f"--device {wanted}: expected a GPU on every host with workers, found "
-            f"{'none here' if kind is None else f'one called {kind}'}; use --device cpu, or check "
-            "CUDA_VISIBLE_DEVICES and the driver"
+            f"{'none here' if kind is None else f'one called {kind}'}; check "
+            "CUDA_VISIBLE_DEVICES and the driver, or use --device cpu"
         )
     place = list(transport.hosts[servers : transport.rank]).count(transport.host)
     device = torch.device(kind, 0 if transport.shares_process else place % gpus)
@@ -129,9 +129,9 @@ def start_mpi(timeout: float) -> None:
     """
     if is_loader_process():
         raise UserError(
-            "DataParallel: expected in a rank of the job, got it in a process that loads data, "
-            'which imports the main file; put what trains under if __name__ == "__main__":, or '
-            "use --loader-start-method fork"
+            "DataParallel was made in a process that loads data, because that process imports "
+            'the main file. Put the training code under if __name__ == "__main__":, or use '
+            "--loader-start-method fork."
         )
     startup.begin()
     startup.expect(startup.MPI_STARTS, timeout, startup.MEETING_LEAST)

@@ -55,7 +55,7 @@ def allreduce(worker: Worker, value: float | Tensor) -> tuple[Tensor, int]:
             transport.wait(request)
             values[rank] = received[rank]
     if transport.is_revoked():
-        raise LostError("a rank was lost while workers waited for each other in run.reduce()")
+        raise LostError("a rank failed while workers waited for each other in run.reduce()")
     wait_ended(transport, sends)
     total = torch.stack([values[rank] for rank in sorted(values)]).sum(0)
     shape = value.shape if isinstance(value, Tensor) else ()
@@ -195,16 +195,16 @@ class Loop:
         replica = self._rank.context.replica
         if not self._losses and isinstance(replica, Replica) and replica.gradients.has_any():
             raise UserError(
-                "training loop: expected one call of step() for each batch, got none; call "
-                "run.step(loss) after loss.backward()"
+                "training loop: step() was not called for a batch. Call run.step(loss) after "
+                "loss.backward()."
             )
 
     def step(self, loss: Tensor | float | None) -> None:
         """Take a batch's gradient; with the last one of a lease the algorithm continues."""
         if self._algorithm_side is None or self._stepped:
             raise UserError(
-                "training loop: expected step() once for each batch of run.batches(); got a call "
-                "without a batch"
+                "training loop: step() was called without a batch. Call it once for each batch "
+                "of run.batches()."
             )
         if self._watch is not None:
             self._watch.end()
@@ -283,9 +283,9 @@ def _count_scaled_losses() -> None:
 
 
 KEPT = (
-    "the run trains the parameters that the model had when run.batches() began, where they were in "
-    "memory: change or load the model before that, and later only write values into it, as "
-    "load_state_dict() does without assign=True"
+    "the run trains the parameters that the model had when run.batches() began, in their memory "
+    "at that time: change or load the model before that, and afterwards only write values into "
+    "it, as load_state_dict() does without assign=True (docs/troubleshooting.md)"
 )
 
 
@@ -361,9 +361,10 @@ class LoopWatch:
             if parameter.requires_grad:
                 raise UserError(
                     f"training loop: parameter {self._names[parameter]} was written to after "
-                    f"run.step(). {self._loses_writes} would lose that: the model that it steps is "
-                    "kept elsewhere. Register changes that follow each step, such as clamping "
-                    "weights, with run.project(); load weights before run.batches()"
+                    f"run.step(). {self._loses_writes} would lose that, because the model that "
+                    "it updates is stored elsewhere. Register changes that follow each step, "
+                    "such as clamping weights, with run.project(); load weights before "
+                    "run.batches() (docs/troubleshooting.md)"
                 )
 
     def _written(self) -> list[nn.Parameter]:
@@ -388,23 +389,23 @@ class LoopWatch:
             self._access.end_batch()
         if self._scaled_before != LoopWatch.scaled:
             raise UserError(
-                "training loop: a GradScaler has scaled the loss, and so the gradients; use "
-                "run.scale(loss).backward() in its place, or autocast with bfloat16, which needs "
-                "no scale"
+                "training loop: a GradScaler has scaled the loss, and so the gradients. Use "
+                "run.scale(loss).backward() instead, or autocast with bfloat16, which needs no "
+                "scaling."
             )
         names = self._names
         for parameter in self._written():
             raise UserError(
                 f"training loop: parameter {names[parameter]} was changed between its batch and "
-                "step(); the optimizer is part of the algorithm: leave out optimizer.step(); "
-                "register other changes that follow each step, such as clamping weights, with "
-                "run.project()"
+                "step(). Leave out optimizer.step(), because the optimizer is part of the "
+                "algorithm. Register other changes that follow each step, such as clamping "
+                "weights, with run.project()"
             )
         for parameter in _differing(names, self._trained, [p.requires_grad for p in names]):
             raise UserError(
                 f"training loop: parameter {names[parameter]} was "
-                f"{'unfrozen' if parameter.requires_grad else 'frozen'} during the run; set "
-                "requires_grad before DataParallel is made"
+                f"{'unfrozen' if parameter.requires_grad else 'frozen'} during the run. Set "
+                "requires_grad before DataParallel is made."
             )
         for parameter in _differing(self._flat, self._places, [p.data_ptr() for p in self._flat]):
             raise UserError(
@@ -439,6 +440,7 @@ class LoopWatch:
                 if parameter in self._names:
                     raise UserError(
                         f"training loop: {type(optimizer).__name__}.step() was called for "
-                        f"parameter {self._names[parameter]}; the optimizer is part of the "
-                        "algorithm: leave the call out, and give the optimizer to DataParallel"
+                        f"parameter {self._names[parameter]}. Leave the call out, because the "
+                        "optimizer is part of the algorithm, and pass the optimizer to "
+                        "DataParallel."
                     )

@@ -280,8 +280,9 @@ def shared_gpus(facts: Iterable[dict[str, Any]]) -> list[str]:
         if fact["gpu"] is not None and fact["role"] != "spare":
             users.setdefault((fact["host"], fact["gpu"]), []).append(fact)
     return [
-        f"ranks {', '.join(str(f['rank']) for f in those)} share {those[0]['device']} of {host}: "
-        "start fewer workers there, or let each task see all GPUs of its node"
+        f"ranks {', '.join(str(f['rank']) for f in those)} share {those[0]['device']} of "
+        f"{host}: start fewer workers there, or let each task see all GPUs of its node "
+        "(docs/troubleshooting.md)"
         for (host, _), those in users.items()
         if len(those) > 1
     ]
@@ -294,9 +295,9 @@ def idle_gpus(facts: Iterable[dict[str, Any]]) -> list[str]:
         return []
     where = f"{_span(list(hosts))} with {max(hosts.values())} GPUs"
     return [
-        f"workers compute on the CPU of {where}, which torch cannot use: look at the driver, at "
-        "the torch that is installed, and at whether the job was given GPUs; --device cpu if that "
-        "is meant"
+        f"workers compute on the CPU of {where}, which torch cannot use: check the driver, the "
+        "installed torch, and whether the job was given GPUs (docs/troubleshooting.md); pass "
+        "--device cpu if the CPU is intended"
     ]
 
 
@@ -308,8 +309,8 @@ def far_cores(facts: Iterable[dict[str, Any]]) -> list[str]:
     hosts = list(dict.fromkeys(fact["host"] for fact in far))
     return [
         f"workers on {_span(hosts)} ({len(far)} in all) are bound to cores far from their GPUs: "
-        "let the launcher bind none (srun --cpu-bind=none, mpirun --bind-to none), and the program "
-        "binds each to those near its own"
+        "let the launcher bind no cores (srun --cpu-bind=none, mpirun --bind-to none), so that "
+        "the program binds each worker to cores near its GPU"
     ]
 
 

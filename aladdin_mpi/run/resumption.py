@@ -85,9 +85,9 @@ def _check_same(folder: Path, there: RunOptions, asked: RunOptions) -> None:
         may = {line.partition(":")[0].partition(".")[0].replace("-", "_") for line in found}
         resize = "add --allow-resize, " if may <= RESIZE_FIELDS else ""
         raise UserError(
-            f"--run-dir: expected a new folder or that of the same run, got {str(folder)!r}, which "
-            f"holds another run (its value first): {'; '.join(found[:5])}; {resize}give another "
-            f"folder, or go on with that run by --resume {folder}"
+            f"--run-dir: expected a new folder or that of the same run, got {str(folder)!r}, "
+            f"which holds another run (its value first): {'; '.join(found[:5])}; {resize}use "
+            f"another folder, or resume that run with --resume {folder}"
         )
 
 
@@ -115,8 +115,8 @@ def _summary(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, LookupError, TypeError) as error:
         why = repr(error)
     raise UserError(
-        f"--resume auto: expected the summary of a run in {path}, got what cannot be read ({why}); "
-        "remove it, and the run goes on from its last checkpoint"
+        f"--resume auto: the summary in {path} cannot be read ({why}). Remove it, and the run "
+        "resumes from its last checkpoint."
     )
 
 
@@ -129,16 +129,14 @@ def follow(decision: Decision, request: RunRequest[Options], quiet: bool = False
     asked = request.options
     folder = asked.run_dir
     if (decision == "as asked") != (asked.resume != AUTO):
-        raise UserError("--resume: differs from rank 0; start every rank with the same options")
+        raise UserError("--resume: differs from rank 0. Start every rank with the same options.")
     if decision == "as asked" or folder is None:
         return asked
     if decision == "resume":
         return _resumed(request, folder)
     if decision == "complete":
         if not quiet:
-            console.say(
-                f"aladdin_mpi: the run in {folder} is complete; nothing is left to do", sys.stdout
-            )
+            console.say(f"aladdin_mpi: the run in {folder} is complete", sys.stdout)
         return None
     begins = {"resume": None, "allow_resize": False, "overwrite": decision == "replace"}
     return asked.model_copy(update=begins)

@@ -83,9 +83,9 @@ def take(folder: Path) -> RunLock:
             path.unlink(missing_ok=True)
             return take(folder)
         raise UserError(
-            f"--run-dir: expected a folder that no other run is using, got {str(folder)!r}, where "
-            f"process {owner.get('pid')} on {owner.get('host')} is writing; wait for its end, or "
-            f"give another folder (if it has ended for certain, remove {folder / NAME})"
+            f"--run-dir: {str(folder)!r} is in use by process {owner.get('pid')} on "
+            f"{owner.get('host')}. Wait until it ends, or choose another folder. If it has "
+            f"certainly ended, remove {folder / NAME}."
         ) from None
     if not _is_there(file):  # who had it has just removed it
         file.close()
@@ -175,8 +175,8 @@ def open_for(transport: Transport, options: RunOptions) -> OpenFolder:
 def _check_visible(folder: Path) -> None:
     if not (folder / CONFIG_NAME).is_file():
         raise UserError(
-            f"--run-dir: {str(folder)!r} was made by rank 0 and is not seen here; give a folder "
-            "on a file system that all hosts share"
+            f"--run-dir: {str(folder)!r} was made by rank 0 and is not visible here. Choose a "
+            "folder on a file system that all hosts share."
         )
 
 
@@ -218,11 +218,11 @@ def prepare(folder: Path, options: RunOptions) -> RunLock:
     """
     used = [name for name in WRITTEN if (folder / name).exists()]
     if used and not options.overwrite:
-        resume = f", or go on with it by --resume {folder}" if CONFIG_NAME in used else ""
+        resume = f", or resume it with --resume {folder}" if CONFIG_NAME in used else ""
         raise UserError(
-            f"--run-dir: expected a new folder, got {str(folder)!r}, which holds a run already, or "
-            f"files of the same names ({', '.join(used)}); give another, or add --overwrite to "
-            f"replace it{resume}"
+            f"--run-dir: expected a new folder, got {str(folder)!r}, which holds a run already, "
+            f"or files of the same names ({', '.join(used)}); choose another, or add --overwrite "
+            f"to replace it{resume}"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -253,7 +253,8 @@ def _not_written(folder: Path, error: OSError) -> UserError:
     path = Path(str(error.filename or folder))
     at = f" ({path.name})" if path.parent == folder else ""
     return UserError(
-        f"--run-dir: cannot write into {str(folder)!r}: {error.strerror}{at}; give another folder"
+        f"--run-dir: cannot write into {str(folder)!r}: {error.strerror}{at}. Choose another "
+        "folder."
     )
 
 

@@ -72,13 +72,16 @@ def simulate_script(script: Path, arguments: Sequence[str], typed: Settings) -> 
     except OptionsFound as found:
         options = found.options
     else:
-        raise UserError(f"simulate: expected a script that makes a DataParallel, got {script}")
+        raise UserError(
+            f"simulate requires a script that makes a DataParallel; {script} makes none. Train "
+            "through DataParallel, or simulate without a script."
+        )
     finally:
         _rank.reset(token)
     if options.compute == "timed" or options.resume is not None:
         raise UserError(
-            "simulate: expected a script whose run begins, with gradients that are calculated, got "
-            "--compute timed or --resume; leave it out"
+            "simulate requires a script whose run starts from the beginning with real gradients. "
+            "Leave out --compute timed and --resume."
         )
     algorithm = find_algorithm(options.algorithm)
     servers = options.servers if algorithm.has_servers else 0

@@ -167,8 +167,9 @@ def _accounts(totals: list[dict[str, Any]], servers: int) -> dict[str, int]:
         applied, dropped, known = total["applied"], total["dropped"], living + total["from_failed"]
         if applied + dropped != known:
             raise AccountsError(
-                f"server {rank} applied {applied} gradients and dropped {dropped}, but "
-                f"{known} were computed"
+                f"server {rank} applied {applied} gradients and dropped {dropped}, but {known} "
+                "were computed. This is a bug: please report it, with config.toml of the run "
+                "folder."
             )
         accounts["gradients_applied"] = computed - dropped
         accounts["gradients_dropped"] = dropped

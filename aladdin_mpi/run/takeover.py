@@ -68,9 +68,7 @@ class LoopProgress:
         """
         counts = {each["reductions"] for each in others}
         if len(counts) > 1:
-            raise LostError(
-                "a rank was lost while run.reduce() was under way, which some had ended"
-            )
+            raise LostError("a rank failed when only some workers had completed run.reduce()")
         if is_new and counts:
             (self.reductions,) = counts
             self.epoch = self.first_epoch = max(each["epoch"] for each in others)
@@ -311,4 +309,4 @@ def _take_local(session: Session, takeover: Takeover) -> None:
 def tell(context: Context, takeover: Takeover) -> None:
     """At rank 0: report that the run continues."""
     ranks = describe_ranks(context.workers, context.servers)
-    console.say(f"aladdin_mpi: the run goes on with {ranks} from sample {takeover.plan.drawn}")
+    console.say(f"aladdin_mpi: the run continues with {ranks} from sample {takeover.plan.drawn}")

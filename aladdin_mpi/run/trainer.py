@@ -66,8 +66,8 @@ def _prepare(
 ) -> tuple[DatasetPair, nn.Module]:
     if options.model.startswith(SIZE_PREFIX):
         raise UserError(
-            f"--model {options.model}: expected only with --compute timed, got --compute real; "
-            "name a model that can be calculated"
+            f"--model {options.model} requires --compute timed. Add --compute timed, or name a "
+            "model that can be trained."
         )
     data = load_dataset(
         options.dataset,
@@ -126,8 +126,7 @@ def test_figures(sums: Sums) -> dict[str, float]:
     count = sums["count"]
     if not count:
         raise UserError(
-            "--corrupt-images skip: expected a readable image in the test set, got none; look at "
-            "--data-dir"
+            "--corrupt-images skip: no image of the test set can be read. Check --data-dir."
         )
     return {"test_accuracy": sums["right"] / count, "test_loss": sums["loss"] / count}
 
@@ -143,8 +142,8 @@ def _sizes(options: RunOptions, ranks: int) -> tuple[nn.Module, int]:
         length = samples_of(options, None, ranks - servers)
         if length is None:
             raise UserError(
-                f"--model {options.model}: expected the run's length in samples, as there is no "
-                "data set; add --samples or --steps"
+                f"--model {options.model} requires --samples or --steps, because there is no "
+                "data set. Add one of them."
             )
         return module_of_size(options.model), length
     return _sizes_of(

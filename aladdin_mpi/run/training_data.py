@@ -99,8 +99,8 @@ def deal(
         length = samples_of(options, None, origin.first_workers)
     if length is None:
         raise UserError(
-            f"--epochs: expected data with a length, got {type(data).__name__}, which has none; "
-            "give samples= or steps= instead"
+            f"--epochs requires data with a length; {type(data).__name__} has none. Pass "
+            "samples= or steps= instead."
         )
     round_size = options.batch_size * origin.first_workers
     if feed.drops_last:
@@ -108,7 +108,7 @@ def deal(
     if not length:
         raise UserError(
             f"training loop: expected data with at least one sample, got {type(data).__name__} "
-            "of none; look at what it is made of"
+            "of none; check what it is made of"
         )
     return TrainingData(options, length, feed, round_size if feed.has_whole_batches else 1)
 
@@ -119,8 +119,9 @@ def _check_rounds(options: RunOptions, length: int, workers: int) -> None:
     round_of = f"a round of {workers} workers with batch_size {options.batch_size}"
     if not length:
         raise UserError(
-            f"batches(): drop_last=True of the DataLoader requires {size} samples, {round_of}, and "
-            "the data have fewer. Leave drop_last out, or use fewer workers or smaller batches."
+            f"batches(): drop_last=True of the DataLoader requires {size} samples, {round_of}, "
+            "and the data have fewer. Leave drop_last out, or use fewer workers or smaller "
+            "batches."
         )
     total = samples_of(options, length, workers)
     if total is not None and total % size:
@@ -141,8 +142,7 @@ def _decided(feed: Feed, given: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if name in given and given[name] != its:
             raise UserError(
-                f"{name}: expected that of the DataLoader, {its}, or none, got {given[name]}; "
-                "leave it out"
+                f"{name}: expected the DataLoader's value, {its}, got {given[name]}; leave it out"
             )
         found[name] = its
     return found

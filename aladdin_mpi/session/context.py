@@ -174,8 +174,8 @@ def _check_servers(options: RunOptions, replica: Replica | PhantomReplica, layou
     if layout.servers and len(owners) < layout.servers:
         layers = ", of which no layer is split" if options.sharding == "layer" else ""
         raise UserError(
-            f"--servers: expected at most {len(owners)} for a model of "
-            f"{replica.numel} parameters{layers}, got {layout.servers}; use fewer"
+            f"--servers: expected at most {len(owners)} for a model of {replica.numel} "
+            f"parameters{layers}, got {layout.servers}; use fewer"
         )
 
 
@@ -190,16 +190,16 @@ def _nodes(
     if len(sizes) > 1:
         counts = " and ".join(map(str, sizes))
         raise UserError(
-            f"--node-sums: expected as many workers on every node, got {counts}; start as many on "
-            "each host (servers are the first ranks, and are none of them), or add --node-size "
-            "with a number that divides all"
+            f"--node-sums requires the same number of workers on every node, got {counts}. Start "
+            "as many on each host (servers, which are the first ranks, do not count), or add "
+            "--node-size with a number that divides all."
         )
     least = max(algorithm.least_workers, servers)
     if len(nodes) < least:
         raise UserError(
-            f"--node-sums: expected at least {least} nodes for --algorithm {algorithm.name}"
+            f"--node-sums requires at least {least} nodes for --algorithm {algorithm.name}"
             + (f" with {servers} servers" if servers > 1 else "")
-            + f", got {len(nodes)}; use more hosts, or leave the option out"
+            + f", got {len(nodes)}. Use more hosts, or leave --node-sums out."
         )
     return nodes
 
@@ -288,7 +288,8 @@ def warn_of_differences(context: Context, own: Tensor, model: Tensor) -> None:
         guard.warn(
             [
                 f"the workers' models differ by {largest:.1%}, and the first worker's is kept: "
-                f"worker {found.index(largest)} has another. What the loop writes into parameters "
-                "must be the same on every worker. Register it with run.project()"
+                f"worker {found.index(largest)} has another. Writes of the loop into parameters "
+                "must be the same on every worker: register them with run.project() "
+                "(docs/troubleshooting.md)"
             ]
         )

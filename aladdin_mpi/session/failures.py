@@ -61,11 +61,15 @@ class Failures:
     def _record_coordinator(self, loss: Mapping[str, Any]) -> dict[str, Any]:
         """Record the loss of a rank 0, which only its successor can do."""
         transport, moment = self._transport, self._moment()
-        fate = "hangs, and is excluded" if loss["what"] == "left out" else "has failed"
+        fate = (
+            "has stopped responding and was excluded"
+            if loss["what"] == "left out"
+            else "has failed"
+        )
         console.say(
             f"aladdin_mpi: rank {loss['rank']} (host {loss['host']}) {fate} at sample "
-            f"{moment['samples']}, and rank {transport.original_ranks[0]} (host "
-            f"{transport.host_names[0]}) keeps the run's books now"
+            f"{moment['samples']}; rank {transport.original_ranks[0]} (host "
+            f"{transport.host_names[0]}) is the new coordinator"
         )
         record = {name: loss[name] for name in ("rank", "host", "what")} | moment
         self.records.append(record)
@@ -88,11 +92,11 @@ class Failures:
         workers = sum(each >= self._first_worker for each in surviving_ranks(self._transport))
         self._check_goes_on(rank, what, workers)
         if self._transport.is_revoked(without=rank):
-            prospect = "the others go on from what they have"
+            prospect = "the surviving ranks form a new group"
         elif self._budget.used_up:
-            prospect = "every sample had been drawn, and the run ends without it"
+            prospect = "all samples were already assigned, and the run completes without it"
         else:
-            prospect = f"training goes on with {workers} worker{'s' * (workers > 1)}"
+            prospect = f"training continues with {workers} worker{'s' * (workers > 1)}"
         console.say(f"aladdin_mpi: {what}; {'it is excluded, and ' * excluded}{prospect}")
         fate = "left out" if excluded else "died"
         record = {"rank": number, "host": host, "what": fate, **moment}
@@ -104,13 +108,15 @@ class Failures:
         if self._transport.is_revoked(without=rank):
             return
         if rank < self._first_worker and not self._is_complete:
-            raise LostError(f"{what}; it kept a part of the model")
+            raise LostError(f"{what}; it held a part of the model")
         if self._needed and not self._is_complete:
             raise LostError(f"{what}; {self._needed} needs every worker")
         if not self._transport.survives:
-            raise LostError(f"{what}; without ULFM (mpirun --with-ft ulfm) the others cannot go on")
+            raise LostError(
+                f"{what}; without ULFM (mpirun --with-ft ulfm) the other ranks cannot continue"
+            )
         if not (workers or self._is_complete):
-            raise LostError(f"{what}; no worker is left")
+            raise LostError(f"{what}; no worker remains")
 
     def close(self, taken: list[dict[str, int] | None]) -> None:
         """Count what was lost in the segment that is over.

@@ -60,8 +60,8 @@ def samples_of(options: RunOptions, epoch: int | None, workers: int) -> int | No
     length = (options.epochs or 0) * epoch
     if length > LARGEST_WHOLE:
         raise UserError(
-            f"--epochs: expected at most {LARGEST_WHOLE:g} samples in all, got {options.epochs:g} "
-            f"times {epoch}; give fewer"
+            f"--epochs: expected at most {LARGEST_WHOLE:g} samples in all, got "
+            f"{options.epochs:g} times {epoch}; use fewer"
         )
     return max(1, round(length))
 

@@ -85,7 +85,7 @@ class StateAssembly:
                 known, state, count, worker, self._origin.workers
             )
         if not count:
-            raise LostError("no worker's state is left to go on from")
+            raise LostError("no surviving rank has a worker's state to continue from")
         if isinstance(self._role, ServerAlgorithm):
             whole = self._role.merged(servers, self._layout)
             merged.server = self._role.without_states(merged) if whole is None else whole

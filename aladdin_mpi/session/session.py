@@ -329,5 +329,5 @@ def _check_plain(value: object, place: str) -> None:
     elif not (value is None or isinstance(value, (Tensor, bool, int, float, str))):
         raise UserError(
             f"{place}: expected tensors, numbers, strings, and lists and dicts of these, got "
-            f"{type(value).__name__}; put what it is made of there, such as a state_dict()"
+            f"{type(value).__name__}; store its contents, such as a state_dict()"
         )

@@ -63,8 +63,8 @@ def settings_for(optimizer: object, schedule: object, given: Collection[str]) ->
         for name in names if value is not None else ():
             if name in given:
                 raise UserError(
-                    f"{name}: expected without {other}, got both; set it in {holder}, or leave "
-                    f"{other} out"
+                    f"{name} cannot be combined with {other}. Set it in {holder}, or leave "
+                    f"{other} out."
                 )
     if optimizer is None:
         return {}
@@ -94,14 +94,12 @@ def resolve(
         made = optimizer([p for p in module.parameters() if p.requires_grad])
         if not isinstance(made, torch.optim.Optimizer):
             raise UserError(
-                "optimizer: expected a torch optimizer, or a function that makes one of a list of "
-                f"parameters, got one that returns {type(made).__name__}"
+                "optimizer: expected a torch optimizer, or a function that makes one of a list "
+                f"of parameters, got one that returns {type(made).__name__}; return the optimizer"
             )
     if made is None:
         if scheduler is not None:
-            raise UserError(
-                "scheduler: expected together with its optimizer, got it alone; add optimizer="
-            )
+            raise UserError("scheduler requires optimizer. Pass optimizer= too.")
         return None
     _check_optimizer(made, module)
     _check_scheduler(made, scheduler)
@@ -115,7 +113,7 @@ def _joined(several: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
     if len(kinds) != 1 or not all(isinstance(each, torch.optim.Optimizer) for each in several):
         raise UserError(
             "optimizer: expected several torch optimizers of one kind, got "
-            f"{', '.join(sorted(kinds)) or 'none'}; take the same for all parts of the model"
+            f"{', '.join(sorted(kinds)) or 'none'}; use the same for all parts of the model"
         )
     whole = same_kind(several[0], [group for each in several for group in each.param_groups])
     for each in several:
@@ -143,7 +141,9 @@ def _named(module: nn.Module, options: RunOptions) -> torch.optim.Optimizer | No
     try:
         return make(groups, **arguments)
     except (TypeError, ValueError) as error:
-        raise UserError(f"--optimizer {options.optimizer}: {error}; mend its options") from error
+        raise UserError(
+            f"--optimizer {options.optimizer}: {error}; correct --optimizer-options"
+        ) from error
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
@@ -166,9 +166,9 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> Non
         (
             inner,
             f"one that makes its steps itself, got {name}, which has another in its {inner}; "
-            "give that one",
+            "pass that one",
         ),
-        (hooks, f"one without step hooks, got {name} with {len(hooks)}; take them off"),
+        (hooks, f"one without step hooks, got {name} with {len(hooks)}; remove them"),
     ):
         if wrong:
             raise UserError(f"optimizer: expected {expected}")
@@ -186,7 +186,7 @@ def check_length(own: UserOptimizer, steps: int) -> None:
             raise UserError(
                 f"scheduler: OneCycleLR ends after {lasts} steps, but this run makes {steps}. It "
                 "advances by one for each batch_size * accumulate samples of any worker, or with "
-                f"steps= for each step of all. Make it with total_steps={steps}"
+                f"steps= for each step of all. Make it with total_steps={steps}."
             )
 
 
@@ -195,11 +195,12 @@ def _check_scheduler(optimizer: torch.optim.Optimizer, scheduler: object) -> Non
         return
     if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
         raise UserError(
-            "scheduler: expected a torch scheduler that goes on with every step, got "
-            f"{type(scheduler).__name__}; leave it out, and set the rate in optimizer.param_groups"
+            "scheduler: expected a torch scheduler that advances with every step, got "
+            f"{type(scheduler).__name__}; leave it out, and set the rate in "
+            "optimizer.param_groups"
         )
     if scheduler.optimizer is not optimizer:
         raise UserError(
-            "scheduler: expected that of the optimizer, got one of another optimizer; make it of "
-            "the one that is given"
+            "scheduler: expected one of the optimizer that was passed, got one of another "
+            "optimizer; make it of that optimizer"
         )

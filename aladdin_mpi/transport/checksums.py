@@ -64,9 +64,9 @@ def intact(message: Tensor, source: int) -> Tensor:
     """Return ``message``, which nothing can replace; raises a TransportError if it is void."""
     if is_void(message):
         raise TransportError(
-            f"a message of {message.nbytes} bytes from rank {source} was damaged on its way, and "
-            "says what follows it, so that the run cannot go on without: look at the network of "
-            "that rank's host, and go on with --resume"
+            f"a message of {message.nbytes} bytes from rank {source} was damaged in transit, and "
+            "the run cannot continue without its contents: check the network of that rank's "
+            "host, and continue with --resume"
         )
     return message
 

@@ -197,12 +197,14 @@ class Clipping:
         if self.kind == "parts" and self.is_wait_free:
             raise UserError(
                 "training loop: run.clip_grad_norm_() comes too late for this algorithm, which "
-                "sends parts of the gradient during backward(); give clip= to DataParallel instead"
+                "sends parts of the gradient during backward(). Pass clip= to DataParallel "
+                "instead."
             )
         if self.kind == "own" and self.tells_at_once:
             raise UserError(
-                "training loop: expected run.clip_grad_norm_() in the first step too, or not at "
-                "all: parts of this gradient may have been sent already; give wait_free=False"
+                "training loop: run.clip_grad_norm_() was not called in the first step, so parts "
+                "of this gradient may have been sent already. Call it in every step, or pass "
+                "clip= or wait_free=False."
             )
 
     def note_step(self, is_clipped: bool) -> None:

@@ -114,7 +114,7 @@ def test_advise_uses_sample_efficiency_of_pilot(tmp_path: Path) -> None:
         (["--describe", "12 monkeys"], "--describe: .*'12 monkeys'"),
         (["--cluster", "nowhere.toml"], "--cluster: .*'nowhere.toml'"),
         (["--describe", SMALL, "--model", "resnet5"], "--model: .*'resnet5'"),
-        (["--describe", SMALL, *map(str, MODEL), "--seconds", "0.01"], r"--seconds 0\.01: "),
+        (["--describe", SMALL, *map(str, MODEL), "--seconds", "0.01"], r"--seconds 0\.01 "),
     ],
 )
 def test_advise_reports_one_error_for_bad_input(words: list[str], cause: str) -> None:

@@ -570,7 +570,7 @@ def test_fixed_wire_and_period_stay_on_saturated_links(tmp_path: Path) -> None:
 
 
 def test_aladdin_ahead_rejects_bf16_wire(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--wire bf16: .*--wire int8"):
+    with pytest.raises(UserError, match=r"--wire bf16 .*--wire int8"):
         timed(tmp_path / "run", "--wire", "bf16")
 
 

@@ -98,15 +98,15 @@ def test_algorithm_trains_over_mpi(tmp_path: Path, name: str) -> None:
     ("words", "cause"),
     [
         (["easgd"], r"\beasgd\b"),
-        (["asp", "--asp-momentum", "server"], "--asp-momentum worker"),
-        (["aladdin", "--aladdin-momentum", "split"], "--aladdin-momentum worker"),
+        (["asp", "--asp-momentum", "server"], "--asp-momentum server"),
+        (["aladdin", "--aladdin-momentum", "split"], "--aladdin-momentum split"),
         (["bsp", "--bsp-host-first"], "--bsp-host-first"),
     ],
 )
 def test_compression_rejects_unsuitable_algorithm_or_option(
     tmp_path: Path, words: list[str], cause: str
 ) -> None:
-    with pytest.raises(UserError, match=f"--compression dgc: .*{cause}"):
+    with pytest.raises(UserError, match=f"--compression dgc .*{cause}"):
         start("--compression", "dgc", "--algorithm", *words, "--run-dir", tmp_path / "run")
 
 
@@ -124,13 +124,13 @@ def test_compression_rejects_unsuitable_algorithm_or_option(
 def test_quantised_wire_rejects_unsuitable_algorithm_or_option(
     tmp_path: Path, words: list[str], cause: str
 ) -> None:
-    with pytest.raises(UserError, match=f"--wire int8: .*{cause}"):
+    with pytest.raises(UserError, match=f"--wire int8 .*{cause}"):
         start("--wire", "int8", "--algorithm", *words, "--run-dir", tmp_path / "run")
 
 
 def test_aladdin_lookahead_requires_momentum(tmp_path: Path) -> None:
     words = ["--algorithm", "aladdin", "--aladdin-lookahead", 0.5, "--momentum", 0]
-    with pytest.raises(UserError, match=r"--aladdin-lookahead: .*--momentum 0"):
+    with pytest.raises(UserError, match=r"--aladdin-lookahead requires a momentum"):
         start(*words, "--run-dir", tmp_path / "run")
 
 

@@ -29,7 +29,7 @@ def test_former_flag_sets_the_option_and_is_reported() -> None:
     request = read_request(SimulateOptions, ["--deaths", "1=2.5"], "prog", "")
     assert request.options.cluster.failures == {1: 2.5}
     assert warnings(request.options, request.given) == [
-        "--deaths: has been renamed; use --failures"
+        "--deaths has been renamed. Use --failures."
     ]
 
 
@@ -75,5 +75,5 @@ def test_stored_options_get_the_current_names() -> None:
 def test_run_with_former_spelling_trains_and_warns(tmp_path: Path) -> None:
     words = ["--workers", 2, "--samples", 64, "--mirror-every", 8]
     output = simulate(tmp_path / "run", *words)
-    assert "--mirror-every: has been renamed; use --replicate-every" in output.stderr
+    assert "--mirror-every has been renamed. Use --replicate-every." in output.stderr
     assert "replicate-every = 8" in (tmp_path / "run" / "config.toml").read_text()

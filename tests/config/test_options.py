@@ -229,7 +229,7 @@ def test_cluster_file_sets_computing_options(tmp_path: Path) -> None:
         (
             "backward-shape = [[0.5, 0.2], [0.2, 0.4]]",
             "backward-shape",
-            ["rising order", "0.5:0.2 0.2:0.4"],
+            ["increase", "0.5:0.2 0.2:0.4"],
         ),
         ("backward-shape = [[0.5, 1.2]]", "backward-shape", ["list"]),
         ("hosts", None, ["TOML"]),
@@ -321,7 +321,7 @@ def test_nested_algorithm_options_appear_in_cli_toml_and_help(config: Path) -> N
         ("--allow-resize", ["--allow-resize", "--resume"]),
         ("--lr-schedule step", ["--lr-schedule step", "--lr-steps"]),
         ("--lr-steps 3", ["--lr-steps", "--lr-schedule step"]),
-        ("--lr-schedule step --lr-steps 3,2", ["--lr-steps", "rising", "3,2"]),
+        ("--lr-schedule step --lr-steps 3,2", ["--lr-steps", "increasing", "3,2"]),
         ("--nesterov --momentum 0", ["--nesterov", "--momentum"]),
         ("--compute timed", ["--compute timed", "--compute-time"]),
         ("--compute-time 1", ["--compute-time", "--compute timed"]),
@@ -382,7 +382,7 @@ def test_ranks_must_fit_the_hosts() -> None:
         check_cluster(options, 9)
     assert "--ranks-per-host 5 or --hosts 3" in str(caught.value)
     text = complaint("--ranks-per-host 4 --placement cyclic", SimulateOptions)
-    assert re.search(r"--ranks-per-host\b.*--placement block\b.*\bcyclic\b", text)
+    assert re.search(r"--ranks-per-host\b.*\bblock placement\b.*\bcyclic\b", text)
 
 
 @pytest.mark.parametrize("option", ["--failures 2=9.5,9=3", "--pauses 2:1:1 9:10:2.5"])
@@ -429,6 +429,31 @@ def test_interval_text_reads_back(amount: float) -> None:
         assert CheckpointInterval.parse(str(interval)) == interval
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            "nesterov = true\nmomentum = 0",
+            "nesterov in {} requires a momentum above 0. Add --momentum 0.9, or leave --nesterov "
+            "out.",
+        ),
+        (
+            "lr-schedule = 'step'\nlr-steps = [3, 2]",
+            "lr-steps in {}: expected epochs in increasing order, got 3,2; sort them",
+        ),
+        (
+            "samples = 9\nsteps = 2",
+            "samples in {} and steps in {} cannot be combined. Keep one of them.",
+        ),
+    ],
+)
+def test_conflict_in_file_names_its_keys_and_remedy_names_options(
+    config: Path, content: str, message: str
+) -> None:
+    config.write_text(content)
+    assert complaint(f"--config {config}") == message.replace("{}", str(config))
+
+
 # -- resume ---------------------------------------------------------------------
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
@@ -450,7 +475,7 @@ def test_resume_rejects_other_options_by_name(run_dir: Path, config: Path) -> No
     assert re.match(r"--lr, --aladdin-pi\b.*--resume\b", text)
     assert "--timeout" in text
     config.write_text("seed = 3")
-    assert complaint(f"--resume {run_dir} --config {config}").startswith(f"seed in {config}:")
+    assert complaint(f"--resume {run_dir} --config {config}").startswith(f"seed in {config} cannot")
 
 
 def test_resume_requires_run_folder(tmp_path: Path) -> None:

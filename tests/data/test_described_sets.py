@@ -32,5 +32,5 @@ def test_timed_model_has_classes_of_described_set(
 
 def test_imagenet_set_requires_timed_computing(tmp_path: Path) -> None:
     words = ["--model", "resnet50", "--dataset", "imagenet", "--run-dir", str(tmp_path / "run")]
-    with pytest.raises(UserError, match=r"--dataset imagenet: .*--compute timed.*imagefolder"):
+    with pytest.raises(UserError, match=r"--dataset imagenet .*--compute timed.*imagefolder"):
         simulate(parse(SimulateOptions, words, "simulate", ""))

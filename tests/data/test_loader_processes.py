@@ -48,7 +48,9 @@ def test_auto_start_method_falls_back_to_fork_and_warns_once(
 ) -> None:
     completed = run(tmp_path, program, "auto", collate)
     assert "started by ForkProcess" in completed.stdout
-    assert len(re.findall(r"aladdin_mpi: loader processes .*" + why, completed.stderr)) == 1
+    assert (
+        len(re.findall(r"aladdin_mpi: warning: loader processes .*" + why, completed.stderr)) == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,4 +65,4 @@ def test_forkserver_start_method_rejects_incompatible_program(
 ) -> None:
     completed = run(tmp_path, program, "forkserver", collate, check=False)
     assert completed.returncode != 0
-    assert re.search(rf"loader_start_method forkserver: .*{cause}", completed.stderr)
+    assert re.search(rf"loader_start_method forkserver .*{cause}", completed.stderr)

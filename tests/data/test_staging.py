@@ -225,7 +225,7 @@ def test_training_reads_staged_copy(tmp_path: Path) -> None:
 @needs("openmpi")
 def test_stage_option_requires_data_dir(tmp_path: Path) -> None:
     error = refusal(train(2, tmp_path / "run", "--stage", tmp_path / "disk", check=False))
-    assert re.search(r"--stage .*disk: .*--data-dir", error)
+    assert re.search(r"--stage requires --data-dir", error)
 
 
 SLOW_STAGING = Path(__file__).parent / "programs" / "slow_staging.py"

@@ -402,7 +402,7 @@ class Simulation:
             newest = max(known, key=lambda members: members.number)
             with pytest.raises(LostError):
                 next_membership(newest, living, self.ends_training)
-        elif "both lost" in self.ended or "no worker" in self.ended:
+        elif "both failed" in self.ended or "no surviving" in self.ended:
             accounting = living.intersection(trained.ranks[:2])
             workers = living.intersection(trained.ranks[trained.servers :])
             assert not (accounting and workers), "the run could continue"

@@ -158,5 +158,5 @@ def test_single_process_trains_without_mpirun(tmp_path: Path, algorithm: str) ->
     completed = run_alone(tmp_path, "loop_forms", "epochs", algorithm, settings)
     assert completed.returncode == 0, completed
     assert "epoch 1 96 of 96" in completed.stdout
-    check_names(completed.stderr, "one process", "ar-sgd", f"start {algorithm} with mpirun")
+    check_names(completed.stderr, "one process", "ar-sgd", f"to use {algorithm}", "mpirun")
     assert summary(tmp_path / "run")["algorithm"] == "ar-sgd"

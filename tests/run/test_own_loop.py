@@ -124,8 +124,8 @@ def test_batch_norm_warns_if_the_model_is_never_called_as_a_whole(tmp_path: Path
 @pytest.mark.parametrize(
     ("mistake", "names"),
     [
-        ("no_step", ["step()", "batch", "none"]),
-        ("no_backward", ["loss.backward()", "gradients", "none"]),
+        ("no_step", ["step()", "batch", "not called"]),
+        ("no_backward", ["loss.backward()", "gradient"]),
         pytest.param("two_steps", ["step()", "without a batch"], marks=LONG),
         pytest.param("zero_grad", ["zero_grad()"], marks=LONG),
         pytest.param("two_backward", ["backward()", "run.accumulate()"], marks=LONG),

@@ -203,7 +203,7 @@ def test_ranks_killed_at_random_moments_leave_a_finished_or_resumable_run(
     if completed.returncode == 0:
         assert (run / "summary.json").exists() or len(killed) == ranks, repr(completed)
     else:
-        remedies = ("resume with", "start it again", "start the job again")
+        remedies = ("resume with", "restart with", "start the job again")
         assert any(remedy in completed.stderr for remedy in remedies), repr(completed)
 
 

@@ -163,7 +163,8 @@ class MpiTransport(Transport):
             if first < 0 and timeout is None:
                 raise WaitTimeoutError(
                     f"rank {self.rank} waited {limit:g} s for {_summary(requests)}: that rank "
-                    "hangs, has died, or is slower than --timeout allows"
+                    "hangs, has failed, or is slower than --timeout allows "
+                    "(docs/troubleshooting.md)"
                 )
             self.traffic.waiting += time.perf_counter() - start
         if first >= 0 and requests[first].failed is not None:

@@ -101,7 +101,7 @@ def cores_of_host() -> int:
     if not given.isdecimal() or int(given) < 1:
         raise UserError(
             f"{CORES}: expected the number of cores that the ranks of this host have, got "
-            f"{given!r}; unset it to use all there are"
+            f"{given!r}; unset it to use all of them"
         )
     return int(given)
 

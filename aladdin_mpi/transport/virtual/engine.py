@@ -142,7 +142,7 @@ class _Run:
             self._fail(transport)
 
     def _deadlock(self) -> str:
-        title = f"deadlock at {self.clock.now:.6f} s: nothing is under way that could end a wait"
+        title = f"deadlock at {self.clock.now:.6f} s: no pending event can end a wait"
         lines = [
             f"  rank {transport.rank} waits for {_summary(transport.fiber.waiting or ())}"
             for transport in self.fabric.transports
