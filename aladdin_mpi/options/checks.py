@@ -10,7 +10,7 @@ from aladdin_mpi.options.general import QUANTISED_BITS, GeneralOptions
 
 
 def place_of_momentum(algorithm: Algorithm, options: GeneralOptions) -> str:
-    """Where the algorithm's options have momentum added; the worker if they do not say."""
+    """Return the side that adds momentum by the algorithm's options; by default the worker."""
     return str(getattr(getattr(options, algorithm.group, None), "momentum", "worker"))
 
 
@@ -46,10 +46,10 @@ def check_ranks(algorithm: Algorithm, size: int, servers: int) -> None:
     least = algorithm.least_workers
     if workers < least:
         those = "one worker" if least == 1 else f"{least} workers"
-        beside = f" (--servers {servers} and {those})" if servers else ""
+        needed = f" (--servers {servers} and {those})" if servers else ""
         alone = "; if mpirun started several, see docs/troubleshooting.md" if size == 1 else ""
         raise UserError(
-            f"--algorithm {algorithm.name}: expected at least {servers + least} ranks{beside}, "
+            f"--algorithm {algorithm.name}: expected at least {servers + least} ranks{needed}, "
             f"got {size}; start it with mpirun -np {servers + least} or more, or simulate it "
             f"with --workers {least} or more{alone}"
         )

@@ -86,15 +86,15 @@ def option(
 
 
 def nested(
-    model: type[BaseModel], *, prefix: bool = True, file: bool = False, beside: Sequence[str] = ()
+    model: type[BaseModel], *, prefix: bool = True, file: bool = False, outer: Sequence[str] = ()
 ) -> Any:
-    """Declare a field that is a model with defaults of its own.
+    """Declare a field that holds another model.
 
     Its options are called ``--<field>-<name>``, or ``--<name>`` without
     ``prefix``; with ``file`` the option ``--<field> FILE`` reads them from TOML, and
-    ``beside`` names fields of the outer model that such a file may hold too.
+    ``outer`` names fields of the outer model that such a file may hold too.
     """
-    extra: JsonDict = {"prefix": prefix, "file": file, "beside": list(beside)}
+    extra: JsonDict = {"prefix": prefix, "file": file, "outer": list(outer)}
     return Field(default_factory=model, json_schema_extra=extra)
 
 
@@ -152,7 +152,7 @@ class Leaf:
 
     @property
     def metavar(self) -> str:
-        """What ``--help`` shows in place of the value."""
+        """The placeholder of the value in ``--help``."""
         unit = extra(self.info).get("unit")
         if self.choices:
             return "{" + ",".join(([unit] if unit else []) + list(self.choices)) + "}"
@@ -161,7 +161,7 @@ class Leaf:
 
     @property
     def expected(self) -> str:
-        """What a value has to be, in words."""
+        """A description of valid values."""
         members = [kind for kind in _members(self.info.annotation) if kind is not type(None)]
         text = ", or ".join(_expected(kind, self.info.metadata) for kind in members)
         return text.replace("KEY=VALUE", self.metavar) if self.is_mapping else text
@@ -544,8 +544,8 @@ def _add_general(model: type[BaseModel], parser: argparse.ArgumentParser) -> Non
 
 
 def _file_help(model: type[BaseModel], owner: str) -> str:
-    beside = extra(model.model_fields[owner]).get("beside", [])
-    named = ", ".join(f"--{kebab(name)}" for name in beside)
+    outer = extra(model.model_fields[owner]).get("outer", [])
+    named = ", ".join(f"--{kebab(name)}" for name in outer)
     return "TOML file of the options below" + (f", and of {named}" if named else "")
 
 
@@ -638,20 +638,20 @@ def _as_part(model: type[BaseModel], name: str, table: dict[str, Any], file: str
     settings: Settings = {}
     in_file = _in_file(model, name)
     for path, setting in _collected(in_file, table, (), file).items():
-        is_beside = path[0] in extra(model.model_fields[name])["beside"]
-        if not is_beside:
+        is_outer = path[0] in extra(model.model_fields[name])["outer"]
+        if not is_outer:
             _check_size(leaves(in_file)[path], setting)
-        settings[path if is_beside else (name, *path)] = setting
+        settings[path if is_outer else (name, *path)] = setting
     return settings
 
 
 @cache
 def _in_file(model: type[BaseModel], name: str) -> type[BaseModel]:
-    """What a file of the inner model ``name`` may hold."""
+    """Return the model of a file of the inner model ``name``."""
     own = model.model_fields
-    beside: Any = {each: (own[each].annotation, own[each]) for each in extra(own[name])["beside"]}
+    outer: Any = {each: (own[each].annotation, own[each]) for each in extra(own[name])["outer"]}
     inner: Any = submodel(own[name])
-    return create_model(f"{name}_file", __base__=inner, **beside)
+    return create_model(f"{name}_file", __base__=inner, **outer)
 
 
 def _check_size(leaf: Leaf, setting: Setting) -> None:
@@ -759,7 +759,7 @@ def as_argument(path: Sequence[str]) -> str:
 
 
 def _unknown(model: type[BaseModel], location: Sequence[int | str]) -> str:
-    """What is wrong with a setting that does not exist, as arguments of a function have it."""
+    """Return the error on an unknown setting, in terms of function arguments."""
     names = [str(part) for part in location]
     known = {name: name for name in model.model_fields}
     for path in leaves(model):

@@ -48,7 +48,7 @@ class _WithTopics(GeneralOptions):
 if TYPE_CHECKING:
     RunOptions = GeneralOptions
 else:
-    # A field for each algorithm that has options of its own.
+    # A field for each algorithm with options.
     _own = {each.group: each.options for each in ALGORITHMS.values() if each.options}
     RunOptions = create_model(
         "RunOptions",
@@ -96,7 +96,7 @@ class SimulateOptions(RunOptions):
     workers: PositiveInt = run_option(
         8, "number of workers, in addition to the servers", "RANKS", common=True
     )
-    cluster: Cluster = nested(Cluster, prefix=False, file=True, beside=MEASURED)
+    cluster: Cluster = nested(Cluster, prefix=False, file=True, outer=MEASURED)
     ranks_per_host: PositiveInt | None = cluster_option(
         None,
         "maximum number of ranks per host; implies --placement block",
