@@ -39,7 +39,7 @@ Clips = Literal["own", "mean", "parts"]
 AlphaRule = Literal["theory", "since-last", "literal"]
 """How ALADDIN's server chooses the weight that a worker gives to the global model."""
 Allreduce = Literal["auto", "ring", "mpi", "horovod", "torch"]
-OUTLAST_DEATHS = ("auto", "ring", "mpi")
+FAULT_TOLERANT_ALLREDUCES = ("auto", "ring", "mpi")
 """The all-reduces that may stand for sums which outlast the failure of ranks."""
 FROM_WEIGHTED_MEAN = "they begin from the weighted mean of all models, with equal weights"
 FROM_CENTRE = "what the workers' own models were ahead of the centre is dropped"
@@ -458,7 +458,8 @@ AR_SGD = Algorithm(
     holder="first",
     compresses=True,
     needs_all=lambda run: (
-        run.compression != "none" or own(run, ArSgdOptions).allreduce not in OUTLAST_DEATHS
+        run.compression != "none"
+        or own(run, ArSgdOptions).allreduce not in FAULT_TOLERANT_ALLREDUCES
     ),
     collective=True,
     clips="mean",
@@ -487,7 +488,7 @@ LOCAL_SGD = Algorithm(
     node_sums=True,
     lockstep=True,
     holder="all",
-    needs_all=lambda run: own(run, LocalSgdOptions).allreduce not in OUTLAST_DEATHS,
+    needs_all=lambda run: own(run, LocalSgdOptions).allreduce not in FAULT_TOLERANT_ALLREDUCES,
     collective=True,
 )
 
