@@ -53,14 +53,14 @@ def library() -> Path | None:
     """Return the path of Horovod's compiled part for torch, without loading it; None: missing."""
     package = find_spec("horovod")
     folders = package.submodule_search_locations if package else None
-    found = [p for folder in folders or () for p in Path(folder).glob("torch/mpi_lib_v2*.so")]
-    return found[0] if found else None
+    files = [p for folder in folders or () for p in Path(folder).glob("torch/mpi_lib_v2*.so")]
+    return files[0] if files else None
 
 
 def _mpi_of(compiled: Path) -> str | None:
     """Return the MPI library that a compiled file requires, such as ``libmpi.so.40``."""
-    found = re.search(rb"\0(libmpi\w*\.so\.\d+)\0", compiled.read_bytes())
-    return found[1].decode() if found else None
+    match = re.search(rb"\0(libmpi\w*\.so\.\d+)\0", compiled.read_bytes())
+    return match[1].decode() if match else None
 
 
 def _horovod() -> Any:

@@ -239,11 +239,11 @@ class TorchOptimizer(Optimizer):
         self._access.note_use()
         key = part.start, part.stop
         if key not in self._parts:
-            made = self._parts[key] = self._rows(part) if self.takes_parts else self._shaped(part)
-            for leaf, piece in made.leaves():
+            new = self._parts[key] = self._rows(part) if self.takes_parts else self._shaped(part)
+            for leaf, piece in new.leaves():
                 first = part.start + piece.start
                 if state := self._inherited.take(first, first + piece.numel):
-                    made.put(leaf, state)
+                    new.put(leaf, state)
         return self._parts[key]
 
     def _rows(self, part: slice) -> OptimizerPart:

@@ -115,8 +115,8 @@ class Group(TransportWrapper):
         self._needs = needs
         self._has_left = False
         self._first_tag = number * TAGS
-        nothing = torch.empty(0, dtype=torch.uint8)
-        self._loss = inner.irecv(nothing, inner.rank, self._first_tag + LOSS)
+        empty = torch.empty(0, dtype=torch.uint8)
+        self._loss = inner.irecv(empty, inner.rank, self._first_tag + LOSS)
         if number > 1:  # after a revocation during set-up, nothing remains of the first group
             self.exclude_from_traffic(LEAVE)
             self.on_message(LEAVE, 1, lambda source, message: self._revoke(source))
@@ -202,8 +202,8 @@ class Group(TransportWrapper):
         tag = FIRST_TAG + self._collectives % NUMBERS
         self._collectives += 1
         # A message that is never sent: its receive is cancelled when the collective has ended.
-        nothing = torch.empty(0, dtype=torch.uint8)
-        end = self.inner.irecv(nothing, self.inner.rank, self._first_tag + tag)
+        empty = torch.empty(0, dtype=torch.uint8)
+        end = self.inner.irecv(empty, self.inner.rank, self._first_tag + tag)
         steps = getattr(collectives, name)(channel_of(self, tag), *arguments)
         Stepper(steps, self, lambda: self.inner.cancel(end)).advance()
         return end
