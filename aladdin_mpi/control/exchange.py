@@ -95,8 +95,9 @@ def _pass_on(transport: Transport, values: Tensor, source: int, dests: list[int]
 def all_or_none(transport: Transport, attempt: Callable[[], T]) -> T:
     """Return the result of ``attempt`` if it succeeds on every rank.
 
-    UserError: on rank 0: the error, and the ranks concerned if not all.
-    RefusedError: on the other ranks.
+    Raises:
+        UserError: on rank 0: the error, and the ranks concerned if not all.
+        RefusedError: on the other ranks.
     """
     result: T | None = None
     problem = None
