@@ -21,8 +21,8 @@ class Optimizer(ABC):
     its own rates the direction ``d`` includes them, and ``lr`` is the factor of the schedule.
 
     The vector is always cut in the same way. The ``unused`` parts of a part, relative to its start,
-    have no gradient. As in torch, if ``.grad`` is None, they are not stepped: their values and
-    their state do not change.
+    have no gradient. They are not stepped, as torch skips a parameter whose ``.grad`` is None:
+    their values and their state do not change.
 
     Attributes:
         momentum: share of a step's direction that is kept in the next one's, in [0, 1).

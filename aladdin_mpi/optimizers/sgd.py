@@ -252,9 +252,9 @@ def unscaled(workers: int) -> float:
 def divisor(workers: int, survivors: int, lr_scale: Callable[[int], float]) -> float:
     """Return the divisor of a worker's gradient.
 
-    Its weight is that in a run of the surviving workers alone: it is divided by their number, and
-    the learning rate, which remains that for all ``workers`` of the current group, is corrected to
-    theirs. With the linear scaling rule, the default, that is the number of all workers.
+    A gradient keeps the weight of a run of the surviving workers alone: it is divided by their
+    number, and the learning rate, which remains that for all ``workers`` of the current group, is
+    corrected to theirs. With the default, linear scaling, that is the number of all workers.
     ``lr_scale`` returns the factor on the rate for a number of workers.
     """
     return survivors * lr_scale(workers) / lr_scale(survivors)
