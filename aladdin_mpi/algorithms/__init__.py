@@ -1,4 +1,4 @@
-"""The algorithms, a file each: importing this folder registers the code of all of them."""
+"""The algorithms, one module each; importing this package registers all of them."""
 
 from importlib import import_module
 from pkgutil import iter_modules

@@ -7,10 +7,10 @@ Every worker repeats, at its own pace::
     x_i, x_j <- (x_i + x_j) / 2                [3]
     x_i <- x_i - lr opt(g)                     [4]
 
-[3] must not happen to a worker twice at once, nor in the middle of [4]. Workers that wait
-for each other in a circle would wait for ever; so the workers are split: active ones
-start [3] with a passive one of their choice, and passive ones answer, even while they
-compute. The copy for [3] leaves before [2], so that it travels meanwhile.
+[3] must not happen to a worker twice at once, nor in the middle of [4]. If workers could
+wait for each other in a circle, they would deadlock. Workers are therefore split: active
+ones start [3] with a passive one of their choice, and passive ones answer, even while they
+compute. The copy for [3] is sent before [2], so that communication overlaps computation.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from aladdin_mpi.worker.worker import Worker
 
 
 def passive_workers(n: int) -> list[int]:
-    """Those who answer; the others are active. There is at most one more of them."""
+    """Return the ranks of the passive workers: half of all, rounded up. The others are active."""
     return list(range(0, n, 2))
 
 
 def average(x: Tensor, theirs: Tensor, mine: Tensor) -> None:
-    """``x <- x + (theirs - mine) / 2``, where ``mine`` is x as the other side got it.
+    """Compute ``x <- x + (theirs - mine) / 2``; ``mine`` is x as sent to the other side.
 
-    The other side moves by as much the other way: rounding to the wire's dtype does
-    not change the sum of the two.
+    The other side moves by the same amount in the opposite direction, so rounding to the
+    wire's dtype does not change the sum of both models.
     """
     if not x.is_meta:
         x.add_(theirs.to(x.dtype) - mine.to(x.dtype), alpha=0.5)
@@ -65,19 +65,19 @@ class _Side(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """A step begins."""
+        """Start a step."""
 
     @abstractmethod
     def end(self) -> None:
-        """The step's gradient is there."""
+        """Finish a step after its gradient is computed."""
 
     @abstractmethod
     def flush(self) -> None:
-        """Every worker has taken its last step: wait until everything is delivered."""
+        """Wait until all messages are delivered, after the last step of all workers."""
 
 
 class PassiveSide(_Side):
-    """Answers each bucket with its own values and averages them, whatever else goes on."""
+    """Passive side: averages each received bucket with its own values and returns them."""
 
     def __init__(self, worker: Worker, wire: DenseWire, master: Tensor) -> None:
         super().__init__(worker, wire, master)
@@ -90,19 +90,19 @@ class PassiveSide(_Side):
         bucket = self.layout.buckets[self._next[source]]
         self._next[source] = (bucket.index + 1) % len(self.layout.buckets)
         x = bucket.of(self.master)
-        mine = self._room(bucket)
+        mine = self._free_buffer(bucket)
         theirs = message.view(self.wire.dtype)
         damaged = is_void(theirs)
         if damaged:
-            void(mine)  # then neither side moves, and their sum stays as it is
+            void(mine)  # so neither side moves, and the sum of both stays the same
         else:
             self.wire.encode(x, mine)
         self._sent[bucket.index].append(self.transport.isend(mine, source, Tag.AVERAGED))
         if not damaged:
             average(x, theirs, mine)
 
-    def _room(self, bucket: Bucket) -> Tensor:
-        """A buffer whose last answer is delivered, or a new one."""
+    def _free_buffer(self, bucket: Bucket) -> Tensor:
+        """Return a buffer whose last answer is delivered, or a new one."""
         sent = self._sent[bucket.index]
         for place, request in enumerate(sent):
             if request.done:
@@ -112,10 +112,10 @@ class PassiveSide(_Side):
         return self.wire.buffer(bucket.numel)
 
     def begin(self) -> None:
-        """Nothing: others choose when to average."""
+        """Do nothing: active workers choose when to average."""
 
     def end(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def flush(self) -> None:
         """Wait for the last answers."""
@@ -123,11 +123,11 @@ class PassiveSide(_Side):
 
 
 class ActiveSide(_Side):
-    """Averages with a passive worker of its choice in every step.
+    """Active side: averages with a passive worker of its choice in every step.
 
     Args:
-        options: the graph: ``random`` draws from all, ``exponential`` goes 0, 1, 2, 4, ...
-            passive workers further than the one before this worker.
+        options: the graph. ``random`` draws from all passive workers; ``exponential`` moves
+            0, 1, 2, 4, ... passive workers on from the one before this worker.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class ActiveSide(_Side):
         self._answers: list[Request] = []
 
     def _choose(self) -> int | None:
-        """Whom to average with in this step; None if no passive worker lives."""
+        """Return the peer of this step; None if all passive workers have failed."""
         self.steps += 1
         passive = [rank for rank in self._passive if rank not in self.transport.failed]
         if not passive:
@@ -157,7 +157,7 @@ class ActiveSide(_Side):
         return passive[(self._place + hop) % len(passive)]
 
     def begin(self) -> None:
-        """Send x, which nobody changes before :meth:`end`."""
+        """Send x, which does not change before :meth:`end`."""
         self._answers = []
         peer = self._choose()
         if peer is None:
@@ -169,7 +169,7 @@ class ActiveSide(_Side):
         self._mine = self._outbox.send(self.master, peer)
 
     def end(self) -> None:
-        """Wait for the answer, and average; buckets that a dying peer did not answer stay."""
+        """Wait for the answer and average; skip buckets that a failed peer did not answer."""
         for bucket, answer in zip(self.layout.buckets, self._answers, strict=False):
             part = bucket.part
             try:
@@ -177,45 +177,45 @@ class ActiveSide(_Side):
             except PeerFailedError:
                 continue
             if is_void(self._theirs[part]):
-                continue  # damaged on one of the two ways
+                continue  # damaged in one of the two directions
             with self.transport.atomic():
                 average(self.master[part], self._theirs[part], self._mine[part])
 
     def flush(self) -> None:
-        """Everything has been answered."""
+        """Wait until the last copy is delivered."""
         self._outbox.flush()
 
 
 class _DeviceLink:
-    """Between the master, in the host's memory, and a device that computes on the copy.
+    """Link between the master in host memory and a device that computes on the copy.
 
     Attributes:
-        room: pinned memory of a flat vector. The master itself may be changed while it is copied.
+        staging: pinned flat vector. The master itself may change while it is being copied.
     """
 
     def __init__(self, worker: Worker, x: Tensor) -> None:
         self._transport = worker.transport
         self._wire = DenseWire(x.dtype, x.device)
-        self.room = self._wire.buffer(x.numel())
+        self.staging = self._wire.buffer(x.numel())
 
     def read(self) -> Tensor:
-        """``room`` on the device."""
-        values, _ = self._wire.fetch(self.room)
+        """Return ``staging`` on the device."""
+        values, _ = self._wire.fetch(self.staging)
         return values
 
     def wait_for(self, g: Tensor) -> Tensor:
-        """``g`` on the host, when the device has computed it."""
-        staged, event = self._wire.stage(g, self.room)
+        """Return ``g`` on the host once the device has computed it."""
+        staged, event = self._wire.stage(g, self.staging)
         if event is not None:
             await_event(self._transport, event)
         return staged
 
 
 class AdPsgdWorker(TrainingWorker):
-    """One worker; even ones are passive, odd ones active.
+    """AD-PSGD worker: passive if its index is even, active if odd.
 
-    ``master`` is x_i, in memory that handlers can work on; the module's own parameters
-    are the copy x^.
+    ``master`` is x_i, in memory that message handlers can work on; the module's own
+    parameters are the copy x^.
     """
 
     def __init__(
@@ -248,12 +248,12 @@ class AdPsgdWorker(TrainingWorker):
             g = self.direction(self.g)  # [2]
             self.side.end()  # [3]
             self._step(g)  # [4]
-        barrier(self.transport)  # the passive ones answer until all are done
+        barrier(self.transport)  # passive workers answer until all workers are done
         self.side.flush()
         self._read()
 
     def _read(self) -> None:
-        target = self.x if self._link is None else self._link.room
+        target = self.x if self._link is None else self._link.staging
         for bucket in self.layout.buckets:
             with self.transport.atomic():
                 copy(bucket.of(target), bucket.of(self.master))
@@ -273,18 +273,18 @@ class AdPsgdWorker(TrainingWorker):
         return self.master
 
     def part(self, bucket: Bucket) -> Tensor:
-        """This worker's x."""
+        """Return a bucket of this worker's x."""
         return bucket.of(self.master)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next segment depends on; x and its copy are the same now."""
+        """Return the state for the next segment; x and its copy are equal between segments."""
         state = super().state_dict()
         if isinstance(self.side, ActiveSide):
             state |= {"steps": self.side.steps, "random": self.side.random.getstate()}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state from :meth:`state_dict`."""
+        """Restore a state from :meth:`state_dict`."""
         super().load_state_dict(state)
         copy(self.master, self.x)
         if isinstance(self.side, ActiveSide):
@@ -292,7 +292,7 @@ class AdPsgdWorker(TrainingWorker):
             self.side.random.setstate(state["random"])
 
     def resize(self, merged: MergedState) -> None:
-        """See :meth:`TrainingWorker.resize`."""
+        """Restore the merged state, and copy the model to the master."""
         super().resize(merged)
         copy(self.master, self.x)
 

@@ -1,8 +1,8 @@
 """ADSP, adaptive synchronous parallel (Hu, Wang, Wu; AAAI 2020): equal commits, no waiting.
 
-A worker trains by itself and commits what it has accumulated, U_i, from time to time; the
+A worker trains by itself and from time to time commits its accumulated update, U_i; the
 server adds ``U_i / M`` to the model and sends it back. Workers of unequal speed commit
-equally often and so differ in the steps between: they never wait for each other.
+equally often and differ in the steps between commits, so they never wait for each other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from aladdin_mpi.worker.role import TrainingWorker
 from aladdin_mpi.worker.worker import Worker
 
 Point = tuple[float, float]
-"""Seconds since the search began, and the training loss then."""
+"""Seconds since the search began, and the training loss at that time."""
 
 
 class LossCurve(NamedTuple):
@@ -37,11 +37,10 @@ class LossCurve(NamedTuple):
 
 
 def fit(points: Sequence[Point]) -> LossCurve | None:
-    """The curve through three points, in order of time.
+    """Return the curve through three points, in order of time; None if the loss does not fall.
 
-    Measured losses need not lie on one. Where they do not fall ever slower, the floor is
-    0 and the line ``1/l = slope t + offset`` is fitted by least squares. None: the loss
-    does not fall, or is no number.
+    Measured losses need not lie on such a curve. If they do not fall at a decreasing rate, the
+    floor is 0 and the line ``1/l = slope t + offset`` is fitted by least squares.
     """
     (t1, l1), (t2, l2), (t3, l3) = points
     if not l1 > l3 > 0:
@@ -60,9 +59,9 @@ def fit(points: Sequence[Point]) -> LossCurve | None:
 
 
 def reward(curve: LossCurve | None, end: float) -> float:
-    """``r = a^2 / (1 / (end - c) - b)``: one over the time at which the loss is ``end``.
+    """Return ``r = a^2 / (1 / (end - c) - b)``, the inverse of the time to reach the loss ``end``.
 
-    0 where it never gets there, infinite where it has been there from the start.
+    The reward is 0 if the loss never reaches ``end``, infinite if it starts below.
     """
     if curve is None or curve.floor >= end:
         return 0.0
@@ -71,9 +70,9 @@ def reward(curve: LossCurve | None, end: float) -> float:
 
 
 class RateSearch(Stateful):
-    """Tries the rates 1, 2, 3, ... in turn while the reward grows.
+    """Search that tries the rates 1, 2, 3, ... in turn while the reward grows.
 
-    ``rate`` is in commits per check period: the one that is tried, or was found.
+    ``rate`` is in commits per check period: the rate being tried, or the result.
     """
 
     SAVED = saved("rate", "active", best="_best")
@@ -84,11 +83,11 @@ class RateSearch(Stateful):
         self._best = -1.0
 
     def start(self) -> None:
-        """Begin at rate 1."""
+        """Start at rate 1."""
         self.rate, self.active, self._best = 1, True, -1.0
 
     def tried(self, value: float, most: int) -> None:
-        """The reward of ``rate``: go on to the next one, or back to the one before.
+        """Record the reward of ``rate``; then try the next rate or return to the previous one.
 
         ``most`` is the largest rate.
         """
@@ -102,24 +101,24 @@ class RateSearch(Stateful):
 
 
 PERIOD_STEPS = 10
-"""Length of a check period in mean steps, where it is not given."""
+"""Default length of a check period, in mean steps."""
 PERIODS_PER_EPOCH = 1000 / 60
-"""Check periods between two searches, where that is not given; as in the paper."""
+"""Default number of check periods between two searches, from the paper."""
 INTERVALS_PER_PERIOD = 6
-"""Most commits of a worker in a check period, where that is not given; as in the paper."""
+"""Default maximum of a worker's commits in a check period, from the paper."""
 
 
 class Schedule(Stateful):
-    """``C_target``, the commits that everyone should have made when the check period ends.
+    """``C_target``: the commits that every worker should have made by the end of the check period.
 
-    It acts when a commit arrives. Until all workers have been heard it lets each commit every
-    ``PERIOD_STEPS`` steps of its own; then the first search begins.
+    The schedule acts when a commit arrives. Until every worker has committed once, a worker
+    commits every ``PERIOD_STEPS`` of its steps; then the first search begins.
 
-    A search tries a rate for one check period, or two where nothing was committed in the
-    second half of the first, and fits the loss at its start, past its middle and at its end.
+    A search tries a rate for one check period, or two if nothing was committed in the second
+    half of the first, and fits the loss at its start, past its middle and at its end.
 
     Args:
-        workers: their number.
+        workers: number of workers.
         options: times in seconds.
     """
 
@@ -142,23 +141,23 @@ class Schedule(Stateful):
 
     # -- time ----------------------------------------------------------------
     def open(self, now: float) -> None:
-        """A segment begins: time goes on."""
+        """Start a segment: time advances."""
         self._offset = self._elapsed - now
 
     def close(self, now: float) -> None:
-        """A segment has ended: time stands still."""
+        """End a segment: time stops."""
         self._elapsed = now + self._offset
 
     @property
     def started(self) -> bool:
-        """Whether all workers have been heard."""
+        """Whether every worker has committed at least once."""
         return self.period > 0
 
     # -- commits -------------------------------------------------------------
     def commit(
         self, worker: int, now: float, loss: float, gradients: int, step_seconds: float
     ) -> None:
-        """A worker has committed so many gradients with that mean loss and time of a step."""
+        """Count a worker's commit of ``gradients`` with their mean loss and mean step time."""
         time = now + self._offset
         self.commits[worker] += 1
         self.loss.report(worker, loss, gradients)
@@ -174,24 +173,24 @@ class Schedule(Stateful):
             self._check(time)
 
     def exclude(self, worker: int) -> None:
-        """A worker has failed."""
+        """Exclude a worker that has failed."""
         self._excluded.add(worker)
         self.loss.exclude(worker)
 
     def interval(self, worker: int, now: float) -> float:
-        """Seconds until the worker's next commit: ``Gamma / dC_i``, dC_i = C_target - c_i.
+        """Return seconds until the worker's next commit: ``Gamma / dC_i``, dC_i = C_target - c_i.
 
-        A worker hears it only when it commits. So it is what is left of the check period,
-        divided by what is left of dC_i; or, where that is nothing, the time until its
-        turn comes in the next period.
+        A worker receives the interval only when it commits. It is therefore the rest of the
+        check period divided by the rest of dC_i; if no commits remain, the time until the
+        worker's first commit in the next period.
         """
         if not self.started:
             return PERIOD_STEPS * self._step_seconds[worker]
-        left = max(0.0, self._ends - (now + self._offset))
+        remaining = max(0.0, self._ends - (now + self._offset))
         missing = self.target - self.commits[worker]
         if missing > 0:
-            return max(self.minimum, left / missing)
-        return max(self.minimum, left + self.period / max(1, missing + self.search.rate))
+            return max(self.minimum, remaining / missing)
+        return max(self.minimum, remaining + self.period / max(1, missing + self.search.rate))
 
     # -- check periods -------------------------------------------------------
     def _start(self, time: float) -> None:
@@ -204,7 +203,7 @@ class Schedule(Stateful):
         self._next_period(time)
 
     def _check(self, time: float) -> None:
-        """A check period is over."""
+        """End a check period."""
         loss, last = self.loss.value, self._last_loss
         has_risen = loss - last >= self.options.loss_rise * abs(last)
         if self.search.active:
@@ -230,7 +229,7 @@ class Schedule(Stateful):
         self._points = [(0.0, loss)]
 
     def _judge(self) -> None:
-        """The rate has been tried."""
+        """Evaluate the rate that has just been tried."""
         value = reward(fit(self._points), self._end_loss)
         self.search.tried(value, most=max(1, int(self.period / self.minimum)))
         self._points = self._points[-1:]
@@ -254,7 +253,7 @@ class Schedule(Stateful):
     )
 
     def facts(self) -> dict[str, Any]:
-        """What was found, for the summary."""
+        """Return the search result for the summary."""
         return {"rate": self.search.rate, "period": self.period, "commits": self.commits}
 
 
@@ -263,11 +262,11 @@ def _chosen(option: float | str, automatic: float) -> float:
 
 
 class AdspWorker(TrainingWorker):
-    """Local SGD; commit when the time since the last commit says so.
+    """Local SGD that commits when the scheduled interval has passed.
 
-    It goes on while the answer is under way, and then takes the model with what it has
-    accumulated since. The time from commit to commit is thus the scheduler's, and the
-    paper's ``O_i``, which a worker there spends on a commit, is nothing to be subtracted.
+    The worker continues while the answer is in flight, then applies its update since the
+    commit to the received model. The interval between commits is thus the scheduler's, and
+    the paper's ``O_i``, the time spent on a commit, need not be subtracted.
     """
 
     SAVED = TrainingWorker.SAVED | saved(outbox="link", notes="local.inbox.notes")
@@ -279,7 +278,7 @@ class AdspWorker(TrainingWorker):
         self.interval = 0.0
 
     def run(self) -> None:
-        """Step, take the models that have come, commit ``U_i`` when it is time."""
+        """Step, apply received models, and commit ``U_i`` when due."""
         local = self.local
         local.open()
         committed, awaited = self.transport.now(), 0
@@ -294,19 +293,19 @@ class AdspWorker(TrainingWorker):
         local.close()
 
     def _is_time(self, committed: float) -> bool:
-        """Whether the end of this step is nearest to the time of the next commit."""
+        """Return whether the next commit is due closer to the end of this step than of the next."""
         if self.local.inbox.notes:
             (self.interval,) = self.local.inbox.notes
         passed = self.transport.now() - committed
         return passed + self.local.step_seconds / 2 >= self.interval
 
     def _commit(self) -> None:
-        """``U_i``, with its loss and the time of a step."""
+        """Push ``U_i`` with its loss and mean step time."""
         self.local.push(self.local.loss, self.local.step_seconds)
 
 
 class AdspServer(ServerAlgorithm):
-    """``W <- W + U_i / M``, answered with W; the first server is the scheduler too."""
+    """``W <- W + U_i / M``, answered with W; the first server is also the scheduler."""
 
     SAVED = ServerAlgorithm.SAVED | saved("schedule")
 
@@ -316,12 +315,12 @@ class AdspServer(ServerAlgorithm):
         self.schedule = Schedule(self.n, options) if first else None
 
     def run(self) -> None:
-        """Add every commit, and answer it with the time of the next one."""
+        """Add every commit, and answer with the model and the time until the next commit."""
         now = self.server.transport.now
         if self.schedule is not None:
             self.schedule.open(now())
         for arrival in self.arrivals(self._ended):
-            self._hear(arrival)
+            self._count_commit(arrival)
             x = self.server.values[arrival.bucket.index]
             arrival.add_to(x, 1 / self.server.divisor)
             notes = self._next_commit(arrival.worker)
@@ -329,26 +328,26 @@ class AdspServer(ServerAlgorithm):
         if self.schedule is not None:
             self.schedule.close(now())
 
-    def _hear(self, arrival: ReceivedBucket) -> None:
-        """The scheduler counts a commit when its first bucket comes."""
+    def _count_commit(self, arrival: ReceivedBucket) -> None:
+        """Count a commit when its first bucket arrives, if this server is the scheduler."""
         if self.schedule is not None and arrival.bucket is self.server.buckets[0]:
             loss, step_seconds = arrival.notes
             now = self.server.transport.now()
             self.schedule.commit(arrival.worker, now, loss, arrival.count, step_seconds)
 
     def _next_commit(self, worker: int) -> tuple[float, ...]:
-        """The scheduler's notes: seconds until the worker's next commit."""
+        """Return the scheduler's notes: seconds until the worker's next commit."""
         if self.schedule is None:
             return ()
         return (self.schedule.interval(worker, self.server.transport.now()),)
 
     def _ended(self, worker: int) -> None:
-        """The scheduler counts no longer on a worker that has failed."""
+        """Exclude a worker that has failed from the schedule."""
         if self.schedule is not None and self.server.has_failed(worker):
             self.schedule.exclude(worker)
 
     def facts(self) -> dict[str, Any]:
-        """The rate that was found, for the summary."""
+        """Return the search result for the summary."""
         return {} if self.schedule is None else {"adsp": self.schedule.facts()}
 
 

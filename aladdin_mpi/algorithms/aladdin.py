@@ -1,8 +1,8 @@
 """ALADDIN: asymmetric centralised training (Ko, Choi, Jei, Lee, Kim; CIKM 2021).
 
-The worker is the paper's Algorithm 1, the server its Algorithm 2, run for each
-bucket as for a shard of its own. Numbers in brackets are the paper's lines;
-``docs/design/aladdin.md`` says where the paper contradicts itself and what is done about it.
+The worker is the paper's Algorithm 1 and the server its Algorithm 2; each bucket is treated
+as a separate shard. Numbers in brackets are the paper's lines; ``docs/design/aladdin.md``
+lists the paper's contradictions and how they are resolved.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from aladdin_mpi.worker.worker import Worker
 
 
 class AladdinWorker(TrainingWorker):
-    """Algorithm 1: compute, update oneself, send, and never wait."""
+    """Algorithm 1: compute, update the local model, send, and never wait."""
 
     SAVED = TrainingWorker.SAVED | saved(outbox="link")
 
@@ -68,8 +68,8 @@ class AladdinWorker(TrainingWorker):
 
         def on_bucket(bucket: Bucket) -> None:
             if self.sends_steps and is_real:
-                # [4] at once, while a cache holds the bucket: backward needs these
-                # parameters no more when their gradients are complete.
+                # [4] at once, while the bucket is cached: backward does not need these
+                # parameters after their gradients are complete.
                 part, mine, x = bucket.part, bucket.of(g), bucket.of(self.x)
                 unused = self.worker.unused(part)
                 if self.updates_itself:
@@ -81,23 +81,23 @@ class AladdinWorker(TrainingWorker):
         return on_bucket
 
     def counts(self) -> dict[str, int]:
-        """Gradients computed and coalesced so far."""
+        """Return the numbers of gradients computed and coalesced so far."""
         return {**super().counts(), "coalesced": self.link.outbox.coalesced}
 
 
 class AheadInbox(ModelInbox):
-    """Models are moved on by the worker's own momentum before they are blended in.
+    """Inbox that extrapolates models by the worker's own momentum before blending them in.
 
-    ``x <- (1 - alpha) x + alpha (x~ - steps lr v)``: what x~ lacks, the newest steps of the
-    others, is taken to be like the worker's own. To predict weights so, by the velocity times
-    how old they are, is Chen, Yang and Cheng's (2018, SpecTrain); for asynchronous workers and
-    their momenta Hakimi et al.'s (2019, DANA).
+    ``x <- (1 - alpha) x + alpha (x~ - steps lr v)``: the newest steps of other workers, which
+    x~ lacks, are assumed to resemble the worker's own. Predicting weights from velocity and
+    age follows Chen, Yang and Cheng (2018, SpecTrain) and, for asynchronous workers with their
+    own momenta, Hakimi et al. (2019, DANA).
 
     Args:
-        worker: whose models they are.
-        codec: of models.
-        optimizer: the worker's, with a momentum.
-        steps: of the worker by which they are moved on.
+        worker: the worker that receives the models.
+        codec: codec of models.
+        optimizer: the worker's optimizer; must have momentum.
+        steps: number of the worker's steps to extrapolate by.
     """
 
     def __init__(
@@ -120,8 +120,8 @@ class AheadInbox(ModelInbox):
 class _Shard(Stateful):
     """A bucket's ``g~`` (``sum``), ``c~`` (``counted``) and every worker's ``c_i`` (``c``).
 
-    ``c~`` differs from the number of gradients in ``g~`` where one is dropped. The
-    rest are totals for alpha and the accounts.
+    ``c~`` differs from the number of gradients in ``g~`` if one is dropped. The other
+    attributes are totals for alpha and the counters.
     """
 
     SAVED = saved(sum="sum.saved", count="sum.count") | saved(
@@ -139,7 +139,7 @@ class _Shard(Stateful):
         self.dropped = 0
 
     def take_over(self, start: int, stop: int, state: Mapping[str, Any]) -> None:
-        """Take up what a shard of the values ``[start, stop)`` has summed of this one's."""
+        """Copy the sum and counters that a previous shard of ``[start, stop)`` has for this one."""
         bucket = self.bucket
         first, last = max(bucket.start, start), min(bucket.stop, stop)
         if first >= last:
@@ -156,7 +156,7 @@ class _Shard(Stateful):
 
 
 class AladdinServer(ServerAlgorithm):
-    """Algorithm 2: accumulate, update lazily, send when a worker is due."""
+    """Algorithm 2: accumulate, update lazily, and send a worker the model when it is due."""
 
     SAVED = saved("server", "shards", "optimizer")
 
@@ -191,11 +191,11 @@ class AladdinServer(ServerAlgorithm):
 
     def _accumulate(self, shard: _Shard, arrival: ReceivedBucket, due: bool) -> None:
         if due and self.options.trigger == "drop":
-            # As printed: the gradient is counted but never added.
+            # As printed in the paper: the gradient is counted but never added.
             shard.dropped += arrival.count
             return
         if not shard.sum.add(arrival):
-            self.server.tell_refused(arrival)
+            self.server.report_refused(arrival)
 
     def _update(self, shard: _Shard) -> None:
         """Global update: ``x~ <- x~ - lr g~ / norm``, then ``g~ <- 0``."""
@@ -216,7 +216,7 @@ class AladdinServer(ServerAlgorithm):
         shard.sum.clear()
 
     def _alpha(self, shard: _Shard, worker: int) -> float:
-        """How far a worker is drawn to the global model."""
+        """Return the weight with which a worker blends in the global model."""
         rule = self.options.alpha
         if rule == "theory":
             return 1 - 1 / sqrt(self.server.surviving_workers * self.options.pi)
@@ -227,24 +227,24 @@ class AladdinServer(ServerAlgorithm):
         return float(rule)
 
     def complete(self) -> None:
-        """The end of the run: apply what no worker has triggered yet."""
+        """Apply gradients that no worker has triggered by the end of the run."""
         for shard in self.shards.values():
             self._update(shard)
 
     def counts(self) -> dict[str, int]:
-        """Gradients applied and dropped so far, which must be alike on all shards."""
+        """Return the gradients applied and dropped so far, which must be equal on all shards."""
         totals = {index: shard.applied + shard.dropped for index, shard in self.shards.items()}
         dropped = max((shard.dropped for shard in self.shards.values()), default=0)
         return self.server.books(totals, dropped)
 
     def totals_in(self, state: Mapping[str, Any]) -> dict[int, int]:
-        """See :meth:`ServerAlgorithm.totals_in`."""
+        """Return the total of gradients for each bucket in a server's state."""
         return {index: shard["total"] for index, shard in state["shards"].items()}
 
     def merged(
         self, states: Sequence[dict[str, Any] | None], layout: Layout
     ) -> dict[str, Any] | None:
-        """See :meth:`ServerAlgorithm.merged`; with all shards, by the places of their values."""
+        """Merge the servers' states, with each shard and the range of values that it covers."""
         merged = super().merged(states, layout)
         if merged is not None:
             shards = [item for s in states if s is not None for item in s["shards"].items()]
@@ -255,7 +255,7 @@ class AladdinServer(ServerAlgorithm):
         return merged
 
     def resize(self, merged: MergedState) -> None:
-        """What is summed and not applied yet is kept; all workers have just got a model."""
+        """Restore the merged state with sums not applied yet; all workers have just got a model."""
         super().resize(merged)
         for shard in self.shards.values():
             shard.total = merged.server["applied"]
@@ -266,7 +266,7 @@ class AladdinServer(ServerAlgorithm):
 
 
 def _check_optimizer(optimizer: Optimizer, run: GeneralOptions) -> None:
-    """It is the momentum of the built-in SGD."""
+    """Reject look-ahead, which requires the momentum of the built-in SGD."""
     steps = own(run, AladdinOptions).lookahead
     if steps:
         raise UserError(

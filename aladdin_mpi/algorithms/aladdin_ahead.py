@@ -1,10 +1,10 @@
-"""ALADDIN that starts a step where the global model will be, not where it was.
+"""ALADDIN that starts a step from the predicted global model, not from a past one.
 
-As in ALADDIN (Ko et al., CIKM 2021) a worker never waits and no gradient is lost. What is
-new: the worker computes each gradient where it expects the global model to be when that
-gradient is added (:mod:`~aladdin_mpi.exchange.global_model`), and models are sent to
+As in ALADDIN (Ko et al., CIKM 2021) a worker never waits and no gradient is lost. In
+addition, the worker computes each gradient at the global model predicted for the moment when
+that gradient is added (:mod:`~aladdin_mpi.exchange.global_model`), and models are sent to
 arrive just before they are read (:mod:`~aladdin_mpi.exchange.model_requests`).
-``docs/design/aladdin.md`` derives both. Run for each bucket as for a model of its own.
+``docs/design/aladdin.md`` derives both. Each bucket is treated as a separate model.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from aladdin_mpi.worker.role import TrainingWorker
 from aladdin_mpi.worker.worker import Worker
 
 RARER = (2, 4, 8)
-"""Values of pi where there is no room for a model after each gradient."""
+"""Values of pi to try if bandwidth does not allow a model after each gradient."""
 
 
 class AheadWorker(TrainingWorker):
-    """Compute, move on along the track, send the step, and never wait."""
+    """Compute, advance the predicted model, send the step, and never wait."""
 
     SAVED = TrainingWorker.SAVED | saved("track", "timing", "room", "coalesced", outbox="link")
 
@@ -93,12 +93,12 @@ class AheadWorker(TrainingWorker):
         return on_bucket
 
     def _notes(self, server: int) -> Notes:
-        """What a server is told with a gradient: the worker's wishes and its age."""
+        """Return the notes for a server: the requested models and the mean age of gradients."""
         f = self.timing.shares[server], self.timing.mean_share
         return (*f, *self.room.level, self.track.mean_age)
 
     def _adapt(self) -> None:
-        """After a step: was there room, and did the models come in time?"""
+        """Adapt model requests and compression to the headroom and lateness of the last step."""
         if self.track.sent % self.room.level.pi:
             return  # no model was due
         late = self.timing.end_step(self.track.sent) if self.track.sent else 0.0
@@ -108,27 +108,27 @@ class AheadWorker(TrainingWorker):
         self.wire.use(self.room.end_step(measure, self.track.mean_age).bits)
 
     def counts(self) -> dict[str, int]:
-        """Gradients computed and coalesced so far."""
+        """Return the numbers of gradients computed and coalesced so far."""
         return {**super().counts(), "coalesced": self.link.outbox.coalesced}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state from :meth:`state_dict`."""
+        """Restore a state from :meth:`state_dict`."""
         super().load_state_dict(state)
         self.wire.use(self.room.level.bits)
 
     def resize(self, merged: MergedState) -> None:
-        """The track begins anew, as do the wishes for models."""
+        """Restore the merged state; restart the prediction and the model requests."""
         super().resize(merged)
         self.coalesced = self.link.outbox.coalesced
         self.track.restart(merged.server["applied"])
 
     def join(self, common: dict[str, Any]) -> None:
-        """Go on from the global model, which comes next."""
+        """Restart the prediction from the global model, which arrives next."""
         self.track.restart()
 
 
 class TrackInbox(ModelInbox):
-    """Models are not blended in but what the track stands on."""
+    """Inbox whose models become the base of the prediction instead of being blended in."""
 
     def __init__(
         self,
@@ -137,50 +137,50 @@ class TrackInbox(ModelInbox):
         track: GlobalModelPredictor,
         timing: ModelRequestScheduler,
     ) -> None:
-        # A model that has come too late to be read must not keep the next one from coming in time.
+        # Two models, so that one that arrives too late to be read does not delay the next.
         super().__init__(worker.transport, worker.layout, codec, models=2)
         self._track = track
         self._timing = timing
 
     def note(self, model: Model) -> None:
-        """See :meth:`ModelInbox.note`."""
+        """Report the arrival to the request scheduler."""
         during = int(model.notes[-1])
         self._timing.note(model.bucket.server, model.bucket.index, during)
-        if self._track.x.is_meta:  # of which nobody blends anything in
+        if self._track.x.is_meta:  # the base class blends nothing in
             self.put(self._track.x, model, model.bucket.of(self._track.x))
 
     def put(self, parameters: Tensor, model: Model, values: Tensor) -> None:
-        """Go on from one bucket's model."""
+        """Rebase the prediction of one bucket on its model."""
         count, own, before, _ = map(int, model.notes)
         self._track.rebase(model.bucket, values, count, own, before)
 
 
 class AheadServer(ServerAlgorithm):
-    """Add every step as it comes; send models when they are wanted."""
+    """Server that adds every step on arrival and sends models when workers request them."""
 
-    SAVED = ServerAlgorithm.SAVED | saved("before", "told")
+    SAVED = ServerAlgorithm.SAVED | saved("before", told="newest_notes")
 
     def __init__(self, server: ParameterServer) -> None:
         super().__init__(server)
         self.places = {bucket.index: place for place, bucket in enumerate(server.buckets)}
         self.before = {bucket.index: [0] * self.n for bucket in server.buckets}
-        """Gradients that came before a worker's newest."""
-        self.told: dict[int, Notes] = {}
+        """Number of gradients that arrived before the newest of each worker."""
+        self.newest_notes: dict[int, Notes] = {}
         """The newest notes of each worker."""
 
     def run(self) -> None:
-        """``x~ <- x~ - step / n``; send models if so much of the worker's gradient has come."""
+        """Apply ``x~ <- x~ - step / n``; send models once the requested share has arrived."""
         for arrival in self.arrivals():
             index, worker = arrival.bucket.index, arrival.worker
             arrival.add_to(self.server.values[index], -1 / self.server.divisor)
             self.before[index][worker] = self.applied[index] - arrival.count
-            self.told[worker] = arrival.notes
+            self.newest_notes[worker] = arrival.notes
             share, *_ = arrival.notes
             if self.places[index] == due_bucket(share, len(self.server.buckets)):
                 self._send_models(arrival)
 
     def _send_models(self, arrival: ReceivedBucket) -> None:
-        """All buckets' models, after every pi-th gradient of the worker."""
+        """Send the models of all buckets after every pi-th gradient of the worker."""
         worker = arrival.worker
         _, _, bits, pi, _ = arrival.notes
         during = self.server.taken[worker][arrival.bucket.index]
@@ -197,29 +197,29 @@ class AheadServer(ServerAlgorithm):
         return (self.applied[bucket], own, self.before[bucket][worker], during)
 
     def measures(self) -> dict[str, float]:
-        """See :meth:`Role.measures`: what the workers have told, in the mean."""
-        if not self.told:
+        """Return the means of the workers' newest notes."""
+        if not self.newest_notes:
             return {}
         names = ("models_sent_at", "wire_bits", "pi", "age_rounds")
-        _, *told = zip(*self.told.values(), strict=True)
-        return {name: mean(column) for name, column in zip(names, told, strict=True)}
+        _, *columns = zip(*self.newest_notes.values(), strict=True)
+        return {name: mean(column) for name, column in zip(names, columns, strict=True)}
 
     def facts(self) -> dict[str, Any]:
-        """The same at the end of the run."""
+        """Return the final :meth:`measures` for the summary."""
         return self.measures()
 
     def resize(self, merged: MergedState) -> None:
-        """All workers have just got a model."""
+        """Restore the merged state; all workers have just got a model."""
         super().resize(merged)
         self.before = {index: [total] * self.n for index, total in self.applied.items()}
 
 
 def levels(bits: Sequence[int], pi: int | str) -> tuple[Level, ...]:
-    """From generous to thrifty: first fewer bits, then fewer models.
+    """Return levels from generous to thrifty: first fewer bits, then fewer models.
 
     Args:
-        bits: that the wire may use.
-        pi: fixed, or "auto".
+        bits: bits that the wire may use, in decreasing order.
+        pi: fixed value, or "auto".
     """
     if isinstance(pi, int):
         return tuple(Level(each, pi) for each in bits)
@@ -228,7 +228,7 @@ def levels(bits: Sequence[int], pi: int | str) -> tuple[Level, ...]:
 
 
 def _number(value: float | str) -> float | None:
-    """None for "auto"."""
+    """Return the number, or None for "auto"."""
     return None if isinstance(value, str) else value
 
 

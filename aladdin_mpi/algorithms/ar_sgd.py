@@ -1,8 +1,8 @@
 """AR-SGD: synchronous SGD whose gradients are summed by an all-reduce, without a server.
 
-The sum of each bucket begins as soon as backward has completed it and goes on meanwhile
+The sum of each bucket starts as soon as backward has completed it and overlaps the rest
 (Sergeev and Del Balso, Horovod, 2018; Li et al., PyTorch Distributed, VLDB 2020). A bucket
-is what Horovod's tensor fusion makes: many layers' gradients in one message.
+holds the gradients of many layers in one message, as in Horovod's tensor fusion.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from aladdin_mpi.flat.state import HELD_BACK, saved
 from aladdin_mpi.flat.unused import joined, shifted, within
 from aladdin_mpi.flat.vectors import add, clip_norm, copy, scale
 from aladdin_mpi.optimizers.base import Optimizer
-from aladdin_mpi.options.algorithms import AR_SGD, OUTLAST_DEATHS, ArSgdOptions, own
+from aladdin_mpi.options.algorithms import AR_SGD, FAULT_TOLERANT_ALLREDUCES, ArSgdOptions, own
 from aladdin_mpi.worker.role import TrainingWorker
 from aladdin_mpi.worker.worker import Worker
 
@@ -40,7 +40,11 @@ class ArSgdWorker(TrainingWorker):
         self.compresses = isinstance(wire, DeepGradientCompression)
         self.sums: list[tuple[Bucket, PendingSum]] = []
         self.surviving: SurvivingSums | None = None
-        if self.transport.survives and not self.compresses and options.allreduce in OUTLAST_DEATHS:
+        if (
+            self.transport.survives
+            and not self.compresses
+            and options.allreduce in FAULT_TOLERANT_ALLREDUCES
+        ):
             self.surviving = SurvivingSums(
                 options.allreduce,
                 self.transport,
@@ -82,7 +86,7 @@ class ArSgdWorker(TrainingWorker):
         if self.worker.share != 1.0:
             scale(g, self.worker.share)
         if self.compresses:
-            # Deep gradient compression: each worker's own momentum, before the choice.
+            # Deep gradient compression applies each worker's own momentum before the selection.
             unused = self.worker.unused(bucket.part)
             self.optimizer.correct(bucket.part, g, bucket.of(self.x), unused=unused)
         if self.surviving is not None:
@@ -109,7 +113,7 @@ class ArSgdWorker(TrainingWorker):
             self.optimizer.descend(bucket.part, total, x, lr, mean, unused)
 
     def _step_as_whole(self, totals: list[tuple[Bucket, Tensor]], divisor: float) -> None:
-        """With the norm of the whole mean, or whole parameters."""
+        """Step with all buckets at once, for clipping by the global norm or whole parameters."""
         worker, g = self.worker, self.g
         unused: list[slice] = []
         for bucket, total in totals:
@@ -127,12 +131,12 @@ class ArSgdWorker(TrainingWorker):
             self.optimizer.descend(part, g[part], self.x[part], worker.lr, unused=within_part)
 
     def close(self) -> None:
-        """End the library's part too."""
+        """Close the worker and the all-reduce library."""
         super().close()
         (self.surviving or self.all_reduce).close()
 
     def describe(self) -> str:
-        """Which library sums."""
+        """Return the name of the all-reduce library."""
         return f"all-reduce: {(self.surviving or self.all_reduce).describe()}"
 
 

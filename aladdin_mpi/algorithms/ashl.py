@@ -1,16 +1,15 @@
 """ASHL, an adaptive scheme with stages for unequal workers (IEEE Transactions on Computers 2024).
 
-Every worker measures its times first; from these the plan says for each how many local
-steps it takes between two exchanges and which share of its values it pushes: then all
-need about as long (Algorithms 1 and 2, in :mod:`aladdin_mpi.algorithms.ashl_plan`). Training
-(Algorithm 3) is coarse and fully asynchronous (AHL) until the training loss of all
-workers is low enough, then fine and semi-asynchronous (SHL), for good.
+Every worker measures its times first. From these, the plan sets for each worker the number of
+local steps between two exchanges and the share of values that it pushes, so that all take about
+the same time (Algorithms 1 and 2: :func:`local_steps`, :func:`rates`). Training (Algorithm 3)
+is coarse and fully asynchronous (AHL) until the training loss of all workers is low
+enough, then fine and semi-asynchronous (SHL) until the end.
 
-Nobody waits for the measuring: until the plan is there, a worker that has measured goes on
-with as many steps as the slowest one will take. The first server makes the plan, follows
-the loss, and tells a worker the stage and its part with every model. A worker tells all
-servers with every difference in which stage it was made, and its share: so all
-servers treat it alike.
+Measuring does not block: until the plan exists, a worker that has finished measuring takes
+as many steps as the slowest one will take. The first server makes the plan, follows the loss,
+and sends a worker its stage and its part of the plan with every model. A worker sends the
+stage and share of each difference to all servers, so that all servers treat it in the same way.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ from aladdin_mpi.worker.role import TrainingWorker
 from aladdin_mpi.worker.worker import Worker
 
 SHORTEST = 1e-9
-"""Seconds: a shorter step cannot be measured."""
+"""Lower limit of a step's time, in seconds: a shorter one cannot be measured."""
 
 
 class Times(NamedTuple):
-    """What a worker has measured: a local step, a push of all values, a pull, choosing values."""
+    """A worker's measured times: a local step, a push of all values, a pull, selecting values."""
 
     step: float
     push: float
@@ -63,22 +62,22 @@ class Stage(NamedTuple):
 
 
 class PlannedShare(NamedTuple):
-    """A worker's part of the plan."""
+    """A worker's part of the plan in both stages."""
 
     coarse: Stage
     fine: Stage
 
 
 def local_steps(times: Sequence[Times], preset: int, rate: float = 1.0) -> list[int]:
-    """Algorithm 1: ``H_i``, so that all need as long as the slowest needs for ``preset`` steps.
+    """Return ``H_i`` of Algorithm 1: all take as long as the slowest does for ``preset`` steps.
 
     ``T_upd,i = T_iter,i H_preset + T_comm,i``, ``T_max = max T_upd,i``,
     ``H_i = round((T_max - T_comm,i) / T_iter,i)``, which is never below H_preset.
 
     Args:
-        times: of every worker.
+        times: times of every worker.
         preset: H_preset.
-        rate: share of the values that is pushed, r_preset; below 1 they have to be chosen.
+        rate: share of the values that is pushed, r_preset; below 1 they have to be selected.
     """
     talk = [
         rate * worker.push + worker.pull + (worker.compress if rate < 1 else 0.0)
@@ -90,19 +89,19 @@ def local_steps(times: Sequence[Times], preset: int, rate: float = 1.0) -> list[
 
 
 def shares(steps: Sequence[int]) -> list[float]:
-    """``D_i = H_i / sum H``, the share of all data that a worker computes on."""
+    """Return ``D_i = H_i / sum H``, the share of all data that a worker computes on."""
     total = sum(steps)
     return [own / total for own in steps]
 
 
 def rates(times: Sequence[Times], steps: Sequence[int], preset: float) -> list[float]:
-    """Algorithm 2: ``R_i``, so that who has time left pushes more than ``preset`` of the values.
+    """Return ``R_i`` of Algorithm 2: workers with spare time push more than ``preset``.
 
     ``T_upd,i = T_iter,i H_i + T_compress,i + r_preset T_push,i + T_pull,i``,
     ``T_max = max T_upd,i``,
     ``R_i = min(1, (T_max - (T_iter,i H_i + T_compress,i + T_pull,i)) / T_push,i)``.
 
-    With a preset of 1 nothing is chosen: all are 1. A push that takes no time is whole.
+    With a preset of 1 all rates are 1. The rate is also 1 if a push takes no time.
     """
     if preset == 1:
         return [1.0] * len(times)
@@ -130,22 +129,22 @@ def make_plan(
     coarse_rate: float,
     fine_rate: float,
 ) -> list[PlannedShare]:
-    """Everyone's part, from the presets of both stages."""
+    """Return every worker's part, from the presets of both stages."""
     coarse = _stage(times, coarse_steps, coarse_rate)
     fine = _stage(times, fine_steps, fine_rate)
     return [PlannedShare(*parts) for parts in zip(coarse, fine, strict=True)]
 
 
 SAMPLE = 0.01
-"""Share of the values from which the smallest of the largest is estimated."""
+"""Share of the values sampled to estimate the selection threshold."""
 
 
 class TopK(DeepGradientCompression):
-    """``TopK(x - base, rate)``: of every bucket the largest values, at the present ``rate``.
+    """``TopK(x - base, rate)``: selects the largest values of every bucket at the current rate.
 
-    With a wire of few bits all values go in few bits where that is not longer than those
-    chosen, which go in fp32 as their positions do. A message of those is given entries that
-    add nothing where its length would say few bits.
+    With a quantised wire, all values are sent quantised if that message is not longer than the
+    selected ones, which are sent in fp32 with their positions. If the length of such a message
+    would mark it as quantised, entries that add nothing are appended.
     """
 
     def __init__(self, wire: GradientCodec, layout: Layout) -> None:
@@ -155,79 +154,79 @@ class TopK(DeepGradientCompression):
         self.quantises = wire if isinstance(wire, QuantisedCodec) else None
 
     def discard(self) -> None:
-        """Forget what was not chosen."""
+        """Discard the values that were not selected."""
         if self.left is not None:
             self.left.zero_()
 
     # -- sizes and memory ------------------------------------------------------
     def longest(self, bucket: Bucket, samples: int) -> int:
-        """See :meth:`DeepGradientCompression.longest`."""
-        return self._unlike_few_bits(bucket, super().longest(bucket, samples))
+        """Return the length of the longest message, in values of the wire's dtype."""
+        return self._unambiguous_length(bucket, super().longest(bucket, samples))
 
-    def _unlike_few_bits(self, bucket: Bucket, length: int) -> int:
+    def _unambiguous_length(self, bucket: Bucket, length: int) -> int:
         while self.quantises is not None and self.quantises.reads(bucket, length):
             length += 2
         return length
 
-    def _is_few_bits(self, bucket: Bucket, message: Tensor) -> bool:
+    def _is_quantised(self, bucket: Bucket, message: Tensor) -> bool:
         return self.quantises is not None and self.quantises.reads(bucket, message.numel())
 
     def buffer_for(self, vector: Tensor) -> Tensor:
-        """See :meth:`GradientCodec.buffer_for`."""
+        """Return a buffer for the messages of ``vector``."""
         return (self.quantises or self.plain).buffer_for(vector)
 
     def numbers(self, bucket: Bucket, message: Tensor) -> Tensor:
-        """See :meth:`GradientCodec.numbers`."""
-        if self.quantises is not None and self._is_few_bits(bucket, message):
+        """Return the values in a message, for the check that they are finite."""
+        if self.quantises is not None and self._is_quantised(bucket, message):
             return self.quantises.numbers(bucket, message)
         return super().numbers(bucket, message)
 
-    def besides(self, bucket: Bucket, nbytes: int) -> int:
-        """See :meth:`GradientCodec.besides`."""
+    def extra_bytes(self, bucket: Bucket, nbytes: int) -> int:
+        """Return the bytes moved in memory besides the message itself."""
         quantises = self.quantises
         if quantises is not None and quantises.reads(bucket, nbytes // self.dtype.itemsize):
-            return quantises.besides(bucket, nbytes)
-        return super().besides(bucket, nbytes)
+            return quantises.extra_bytes(bucket, nbytes)
+        return super().extra_bytes(bucket, nbytes)
 
     # -- sending and receiving -------------------------------------------------
     def compress(
-        self, bucket: Bucket, values: Tensor, samples: int, room: Tensor
+        self, bucket: Bucket, values: Tensor, samples: int, out: Tensor
     ) -> tuple[Tensor, Event | None]:
-        """See :meth:`GradientCodec.compress`."""
+        """Write a bucket's values as a quantised or a sparse message, whichever is shorter."""
         quantises = self.quantises
         if quantises is None or quantises.length(bucket) > self.longest(bucket, samples):
-            return super().compress(bucket, values, samples, room)
+            return super().compress(bucket, values, samples, out)
         if self.left is None:
-            return quantises.compress(bucket, values, samples, room)
+            return quantises.compress(bucket, values, samples, out)
         left = self.left[bucket.part].add_(values)
-        sent = quantises.compress(bucket, left, samples, room)
+        sent = quantises.compress(bucket, left, samples, out)
         left.zero_()
         return sent
 
     def _take_largest(self, bucket: Bucket, left: Tensor, samples: int) -> Tensor:
         message = super()._take_largest(bucket, left, samples)
-        length = self._unlike_few_bits(bucket, message.numel())
+        length = self._unambiguous_length(bucket, message.numel())
         if length > message.numel():
             positions, values = message.chunk(2)
-            nothing = message.new_zeros((length - message.numel()) // 2)
-            message = torch.cat((positions, nothing, values, nothing))
+            padding = message.new_zeros((length - message.numel()) // 2)
+            message = torch.cat((positions, padding, values, padding))
         return message
 
     def add(self, bucket: Bucket, message: Tensor, target: Tensor, alpha: float = 1.0) -> None:
-        """See :meth:`GradientCodec.add`."""
-        if self.quantises is not None and self._is_few_bits(bucket, message):
+        """Add ``alpha`` times the values of a message to ``target``."""
+        if self.quantises is not None and self._is_quantised(bucket, message):
             self.quantises.add(bucket, message, target, alpha)
         else:
             super().add(bucket, message, target, alpha)
 
     # -- checkpoints -----------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """What was not chosen, and what rounding has lost."""
+        """Return the residuals of selection and of quantisation."""
         quantises = self.quantises.state_dict() if self.quantises is not None else None
         return {**super().state_dict(), "few_bits": quantises}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state from :meth:`state_dict`."""
+        """Restore a state from :meth:`state_dict`."""
         super().load_state_dict(state)
         if self.quantises is not None:
             self.quantises.load_state_dict(state["few_bits"])
@@ -237,19 +236,19 @@ _log = logging.getLogger(__name__)
 
 
 class Phase(IntEnum):
-    """How far the training has come."""
+    """The stage of the training."""
 
     COARSE = 0
     FINE = 1
 
 
 class _Profile:
-    """The times that a worker measures in its first iterations, each with an exchange."""
+    """Times measured by a worker in its first iterations, each with an exchange."""
 
     def __init__(self, iterations: int) -> None:
         self.iterations = iterations
         self.measured: list[list[float]] = [[], [], []]
-        """Of steps, pushes and pulls."""
+        """Times of steps, pushes and pulls, in seconds."""
 
     @property
     def done(self) -> bool:
@@ -257,10 +256,10 @@ class _Profile:
         return len(steps) >= self.iterations
 
     def exchanged(self, push: float, whole: float) -> None:
-        """Note the time of a push and of the whole exchange.
+        """Record the time of a push and of the whole exchange.
 
-        Both ways carry as much. The transport may take over what is sent long before it has
-        arrived, so a push takes half the time of both, if not longer.
+        Push and pull transfer the same amount. The transport may buffer a message long before
+        it has arrived, so a push takes at least half the time of both.
         """
         _, pushes, pulls = self.measured
         if len(pushes) < self.iterations:
@@ -269,7 +268,7 @@ class _Profile:
             pulls.append(whole - push)
 
     def times(self, compress: float) -> Times:
-        """The medians: a first iteration is often much longer."""
+        """Return the medians: the first iteration is often much longer."""
         step, push, pull = (median(times or [0.0]) for times in self.measured)
         return Times(step, push, pull, compress)
 
@@ -295,7 +294,7 @@ class AshlWorker(TrainingWorker):
         self.phase = int(Phase.COARSE)
 
     def run(self) -> None:
-        """Step; every H_i steps, and at the end, push; then pull, and hear what to do next."""
+        """Step; push and pull every H_i steps, and push at the end."""
         self.local.open()
         for _ in self.worker.batches():
             self.local.step()
@@ -307,12 +306,12 @@ class AshlWorker(TrainingWorker):
 
     @property
     def plan(self) -> PlannedShare | None:
-        """This worker's part of the plan, once it has come."""
+        """This worker's part of the plan, once it has been received."""
         return _unpack(self.planned) if self.planned else None
 
     @property
     def stage(self) -> Stage:
-        """What this worker does at present; before the plan all have an equal share."""
+        """This worker's current parameters; before the plan all workers have an equal share."""
         plan = self.plan
         if plan is not None:
             return plan.fine if self.phase == Phase.FINE else plan.coarse
@@ -320,7 +319,7 @@ class AshlWorker(TrainingWorker):
         return Stage(1 / self.worker.divisor, steps, 1.0)
 
     def _exchange(self) -> None:
-        """Push, pull, and note how long that takes."""
+        """Push and pull, record the times, and apply the server's notes."""
         now, link = self.transport.now, self.link
         start = now()
         self._push()
@@ -328,10 +327,10 @@ class AshlWorker(TrainingWorker):
         pushed = now()
         link.pull()
         self.profile.exchanged(pushed - start, now() - start)
-        self._obey(link.inbox.notes)
+        self._apply_notes(link.inbox.notes)
 
     def _push(self) -> None:
-        """What was learnt."""
+        """Push the difference since the last exchange."""
         notes = [self.stage.share, self.phase, self.local.loss, *self._measure()]
         self.top_k.rate = self.stage.rate
         self.local.push(*notes)
@@ -339,14 +338,14 @@ class AshlWorker(TrainingWorker):
             self.top_k.discard()
 
     def _measure(self) -> list[float]:
-        """The times, with the last message of the profile."""
+        """Record the step time; return all times with the profile's last message, else nothing."""
         if self.profile.done:
             return []
         self.profile.measured[0].append(self.local.step_seconds)
-        return list(self.profile.times(self._choosing())) if self.profile.done else []
+        return list(self.profile.times(self._selection_seconds())) if self.profile.done else []
 
-    def _choosing(self) -> float:
-        """Time to choose the largest values."""
+    def _selection_seconds(self) -> float:
+        """Return the time to select the largest values, in seconds."""
         start = self.worker.transport.now()
         if self.options.fine_rate < 1 and not self.x.is_meta:
             moved = self.x - self.local.base
@@ -355,14 +354,14 @@ class AshlWorker(TrainingWorker):
                 select(moved[bucket.part], wanted, SAMPLE)
         return self.worker.transport.now() - start
 
-    def _obey(self, notes: tuple[float, ...]) -> None:
+    def _apply_notes(self, notes: tuple[float, ...]) -> None:
         phase, *plan = notes
         self.phase = int(phase)
         self.planned = plan or self.planned
 
 
 class AshlServer(ServerAlgorithm):
-    """Algorithm 3, server: ``W <- W + D_i dW_i``; in SHL it holds the answer of who is ahead."""
+    """Algorithm 3, server: ``W <- W + D_i dW_i``; in SHL it delays workers too far ahead."""
 
     SAVED = ServerAlgorithm.SAVED | saved("head")
 
@@ -371,11 +370,11 @@ class AshlServer(ServerAlgorithm):
         assert isinstance(server.arriving, TopK)
         self.codec = server.arriving
         self.bound = StalenessBound(self.n, server.buckets, options.bound, self.reply)
-        self.head = Head(server, options) if server.transport.rank == 0 else None
+        self.head = TrainingPlanner(server, options) if server.transport.rank == 0 else None
 
     def run(self) -> None:
-        """Add; answer at once (AHL), or while ``step_i - min(step) <= s`` (SHL)."""
-        self.bound.open()  # all begin a segment with the same model
+        """Add; answer at once (AHL), or once ``step_i - min(step) <= s`` (SHL)."""
+        self.bound.open()  # all start a segment with the same model
         for arrival in self.arrivals(self._ended):
             _, phase, *_ = arrival.notes
             self._add(arrival)
@@ -386,47 +385,47 @@ class AshlServer(ServerAlgorithm):
                 self.bound.hold(arrival.worker, arrival.bucket)
 
     def _add(self, arrival: ReceivedBucket) -> None:
-        """``W <- W + D_i dW_i``."""
+        """Apply ``W <- W + D_i dW_i``."""
         share, _, loss, *times = arrival.notes
         if self.head is not None and arrival.bucket is self.server.buckets[0]:
-            self.head.listen(arrival.worker, loss, arrival.count, times)
+            self.head.record(arrival.worker, loss, arrival.count, times)
         message = arrival.storage[: arrival.length]
         self.codec.add(arrival.bucket, message, self.server.values[arrival.bucket.index], share)
 
     def reply(self, worker: int, bucket: Bucket) -> None:
-        """Send the model, and what the worker is to do."""
-        notes = self.head.word(worker) if self.head is not None else ()
+        """Send the model, with the worker's stage and part of the plan."""
+        notes = self.head.notes(worker) if self.head is not None else ()
         self.server.send_model(worker, bucket, notes=notes)
 
     def _ended(self, worker: int) -> None:
-        """Nobody waits for a worker that has ended."""
+        """Stop waiting for a worker that has ended or failed."""
         self.bound.ended(worker)
         if self.head is not None and self.server.has_failed(worker):
             self.head.loss.exclude(worker)
 
     def facts(self) -> dict[str, Any]:
-        """The plan, and when the fine stage began, for the summary."""
+        """Return the plan and the start of the fine stage, for the summary."""
         return {} if self.head is None else {"ashl": self.head.facts()}
 
     def merged(
         self, states: Sequence[dict[str, Any] | None], layout: Layout
     ) -> dict[str, Any] | None:
-        """See :meth:`ServerAlgorithm.merged`; with the first server's ``head``."""
+        """Merge the servers' states, with the first server's ``head``."""
         merged = super().merged(states, layout)
         if merged is not None:
             merged["head"] = next(state["head"] for state in states if state is not None)
         return merged
 
     def resize(self, merged: MergedState) -> None:
-        """The stage stays, and the new workers are measured for a plan of their own."""
+        """Restore the stage; the new workers are measured for a new plan."""
         super().resize(merged)
         head = merged.server.get("head")
-        if self.head is not None and head is not None:  # else the server that knew is lost
+        if self.head is not None and head is not None:  # else the server that had it is lost
             self.head.phase, self.head.fine_from = head["phase"], head["fine_from"]
 
 
-class Head(Stateful):
-    """The first server's other duty: the plan, and the stage of the training."""
+class TrainingPlanner(Stateful):
+    """The first server's additional state: the plan, and the stage of the training."""
 
     SAVED = saved(loss="loss.newest", times="times", plan="planned") | saved("phase", "fine_from")
 
@@ -437,20 +436,20 @@ class Head(Stateful):
         self.times: dict[int, list[float]] = {}
         """Each worker's :class:`Times`."""
         self.planned: list[list[float]] = []
-        """The plan as numbers."""
+        """The plan in the form that is sent."""
         self.phase = int(Phase.COARSE)
         self.fine_from: int | None = None
         """Sample number of the run at which the fine stage began."""
 
-    def listen(self, worker: int, loss: float, gradients: int, times: list[float]) -> None:
-        """Hear a worker's loss and, once, its times."""
+    def record(self, worker: int, loss: float, gradients: int, times: list[float]) -> None:
+        """Record a worker's loss and, once, its times."""
         self.loss.report(worker, loss, gradients)
         if times:
             self.times[worker] = times
         if not self.planned and times:
             missing = [w for w in range(self.server.worker_count) if w not in self.times]
             if all(self.server.has_failed(w) for w in missing):
-                # Who has failed gets a part too, which nobody will ask for.
+                # A failed worker gets a part too, which is never requested.
                 self.times |= dict.fromkeys(missing, times)
                 self._make_plan()
         if self.planned and self.phase == Phase.COARSE and self._is_fine():
@@ -458,7 +457,7 @@ class Head(Stateful):
 
     @property
     def plan(self) -> list[PlannedShare]:
-        """Every worker's part; none before all have been measured."""
+        """Every worker's part; empty until all have been measured."""
         return [_unpack(numbers) for numbers in self.planned]
 
     def _make_plan(self) -> None:
@@ -478,23 +477,23 @@ class Head(Stateful):
             return self.options.stage == "fine"
         return self.loss.value <= self.options.loss
 
-    def word(self, worker: int) -> tuple[float, ...]:
-        """The stage and, once there is a plan, the worker's part of it."""
+    def notes(self, worker: int) -> tuple[float, ...]:
+        """Return the stage and, once there is a plan, the worker's part of it."""
         return (float(self.phase), *(_pack(self._part(worker)) if self.planned else ()))
 
     def _part(self, worker: int) -> PlannedShare:
-        """The worker's part; the shares of workers that have failed go to all others alike."""
+        """Return the worker's part; the shares of failed workers are divided among the others."""
         plan = self.plan
-        left = [part for w, part in enumerate(plan) if not self.server.has_failed(w)]
+        surviving = [part for w, part in enumerate(plan) if not self.server.has_failed(w)]
         part, rate = plan[worker], self.server.surviving_workers / self.server.divisor
-        coarse, fine = sum(s.coarse.share for s in left), sum(s.fine.share for s in left)
+        coarse, fine = sum(s.coarse.share for s in surviving), sum(s.fine.share for s in surviving)
         return PlannedShare(
             part.coarse._replace(share=part.coarse.share / coarse * rate),
             part.fine._replace(share=part.fine.share / fine * rate),
         )
 
     def facts(self) -> dict[str, Any]:
-        """The plan, a worker a row, and the sample at which the fine stage began."""
+        """Return the plan, one row per worker, and the sample at which the fine stage began."""
         rows = [
             {"coarse": share.coarse._asdict(), "fine": share.fine._asdict()} for share in self.plan
         ]

@@ -1,7 +1,7 @@
 """ASP, asynchronous parallel: Downpour SGD with one step between exchanges.
 
 Dean et al., Large Scale Distributed Deep Networks, NIPS 2012. The server updates on
-every gradient and answers with its model; a worker waits for its own answer only.
+every gradient and answers with its model; a worker waits only for its own answer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class AspWorker(TrainingWorker):
         self.divides = options.normalize == "workers"
 
     def run(self) -> None:
-        """Push ``g_i``, wait for ``x~``, take it."""
+        """Push ``g_i``, wait for ``x~``, and copy it."""
         self.link.open()
         for batch in self.worker.batches():
             self.link.push(batch)
@@ -45,19 +45,19 @@ class AspServer(ServerAlgorithm):
     """``x~ <- x~ - lr g_i`` for every gradient, each answered at once."""
 
     def __init__(self, server: ParameterServer, optimizer: Optimizer, options: AspOptions) -> None:
-        super().__init__(server, *who_steps(server, optimizer, options))
+        super().__init__(server, *server_optimizer(server, optimizer, options))
 
     def run(self) -> None:
-        """Update, answer."""
+        """Update the model and answer, for every gradient."""
         for arrival in self.arrivals():
             self.update(arrival)
             self.server.send_model(arrival.worker, arrival.bucket)
 
 
-def who_steps(
+def server_optimizer(
     server: ParameterServer, optimizer: Optimizer, options: AspOptions
 ) -> tuple[Optimizer | None, Callable[[], float]]:
-    """The server's optimizer, if it is the one to step with it, and what it divides by."""
+    """Return the server's optimizer (None if workers apply momentum) and the divisor."""
     divides = options.normalize == "workers"
     return (
         optimizer if options.momentum == "server" else None,

@@ -25,7 +25,7 @@ from aladdin_mpi.worker.worker import Worker
 
 
 class LeadingLink(GradientLink):
-    """Adds its host's gradients to its own, talks to the servers, and hands on the model."""
+    """Leader's link: sums its host's gradients, exchanges with the servers, forwards the model."""
 
     def __init__(
         self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, group: list[int]
@@ -37,7 +37,7 @@ class LeadingLink(GradientLink):
         self.sum = NodeSum(worker.transport, worker.layout, group[1:], self.wire)
 
     def gradients_in(self, batch: SampleLease) -> int:
-        """Workers of this host that have samples in the round."""
+        """Return the number of workers of this host that have samples in the round."""
         first = self.worker.servers
         return sum(batch.size_of(rank - first, self.worker.count) > 0 for rank in self.group)
 
@@ -46,12 +46,12 @@ class LeadingLink(GradientLink):
         return super()._send(g)
 
     def forward(self, g: Tensor, bucket: Bucket) -> None:
-        """Send the host's sum of every bucket that has come from all, without waiting."""
+        """Send the host's sum of every bucket that all workers have completed, without waiting."""
         for each in self.sum.complete(bucket):
             self.outbox.put(each)
 
     def pull(self) -> None:
-        """Wait for the model and hand it on."""
+        """Wait for the model and forward it."""
         super().pull()
         transport, event = self.worker.transport, self.wire.encode(self.x, self.model)
         transport.wait(
@@ -64,16 +64,16 @@ class LeadingLink(GradientLink):
 
 
 class FollowingLink(GradientLink):
-    """Sends its gradients to the leader of its host and gets the model from it."""
+    """Follower's link: sends gradients to the leader of its host and receives the model from it."""
 
     def __init__(
         self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, group: list[int]
     ) -> None:
         super().__init__(worker, optimizer, wire)
-        self.sends_settings = False  # the leader does
+        self.sends_settings = False  # the leader sends them
         transport, layout, plain = worker.transport, worker.layout, wire.plain
         self.g = worker.replica.new_vector()
-        # Straight into x, unless it may arrive damaged.
+        # Receive directly into x, unless the message may arrive damaged.
         checked = isinstance(transport, ChecksumTransport)
         model = plain.buffer(layout.numel) if checked else plain.buffer_for(self.x)
         self.leader = LeaderLink(transport, layout, group[0], plain, self.g, self.x, model)
@@ -85,7 +85,7 @@ class FollowingLink(GradientLink):
         return self.g
 
     def forward(self, g: Tensor, bucket: Bucket) -> None:
-        """Send it to the leader."""
+        """Send the bucket to the leader."""
         self.leader.send(bucket)
 
     def pull(self) -> None:
@@ -94,7 +94,7 @@ class FollowingLink(GradientLink):
 
 
 class BspWorker(TrainingWorker):
-    """``x_i <- x~`` after every gradient; the servers answer when they have all workers'."""
+    """``x_i <- x~`` after every gradient; the servers answer once all workers' have arrived."""
 
     SAVED = TrainingWorker.SAVED | saved(outbox="link")
 
@@ -110,7 +110,7 @@ class BspWorker(TrainingWorker):
         self.link = _link(worker, optimizer, wire, options, momentum)
 
     def run(self) -> None:
-        """Push ``g_i``, wait for ``x~``, take it."""
+        """Push ``g_i``, wait for ``x~``, and copy it."""
         self.link.open()
         for batch in self.worker.batches():
             self.link.push(batch)
@@ -121,7 +121,7 @@ class BspWorker(TrainingWorker):
 def _link(
     worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: BspOptions, momentum: bool
 ) -> GradientLink:
-    """To the servers: by oneself or with the others of one's host."""
+    """Return the link to the servers: direct, or through the leader of the host."""
     if options.host_first:
         groups = host_groups(worker.transport, worker.servers, options.group)
         group = next(group for group in groups if worker.transport.rank in group)
@@ -135,9 +135,9 @@ class BspServer(ServerAlgorithm):
     """``x~ <- x~ - lr/n (g_1 + ... + g_n)``, then an answer to all.
 
     In the round in which a worker fails, each bucket is updated by the mean of the gradients that
-    have arrived for it: its last gradient may be complete in some buckets only. Servers update and
-    send back each bucket as soon as it is complete, so one that holds the gradient of the failed
-    worker cannot be taken back when the next one turns out to lack it.
+    have arrived for it: the worker's last gradient may be complete in some buckets only. Servers
+    update and send each bucket as soon as it is complete, so a bucket that includes the gradient
+    cannot be reverted when a later one turns out to lack it.
     """
 
     def __init__(
@@ -149,12 +149,12 @@ class BspServer(ServerAlgorithm):
     ) -> None:
         super().__init__(server, optimizer if momentum else None)
         self.host_first = options.host_first
-        self.everyone = set(range(self.n))
+        self.all_senders = set(range(self.n))
         if options.host_first:
             servers = server.layout.servers
             groups = host_groups(server.transport, servers, options.group)
-            self.everyone = {group[0] - servers for group in groups}
-        self.senders = set(self.everyone)
+            self.all_senders = {group[0] - servers for group in groups}
+        self.senders = set(self.all_senders)
         largest = server.layout.largest
         self.sums = {
             bucket.index: GradientSum(bucket.numel, largest, server.values[bucket.index])
@@ -162,27 +162,27 @@ class BspServer(ServerAlgorithm):
         }
         self.arrived: dict[int, set[int]] = {bucket.index: set() for bucket in server.buckets}
         self.weights = {bucket.index: 0.0 for bucket in server.buckets}
-        """The sum of the arrived gradients' shares of the round."""
+        """Sum of the arrived gradients' shares of the round."""
 
     def run(self) -> None:
-        """Add up; the last gradient of a round completes it."""
-        self.senders = set(self.everyone)
-        for arrival in self.arrivals(self._ended, look=False):  # adding looks
+        """Sum the gradients of each round; the last one completes it."""
+        self.senders = set(self.all_senders)
+        for arrival in self.arrivals(self._ended, look=False):  # adding checks for finite values
             if not self.sums[arrival.bucket.index].add(arrival):
-                self.server.tell_refused(arrival)
+                self.server.report_refused(arrival)
             self.arrived[arrival.bucket.index].add(arrival.worker)
             self.weights[arrival.bucket.index] += arrival.weight
             self._complete(arrival.bucket)
         assert not any(self.arrived.values()), "a round is half done"
 
     def _ended(self, worker: int) -> None:
-        """Rounds are completed without a worker that has ended or failed."""
+        """Complete rounds without a worker that has ended or failed."""
         self.senders.discard(worker)
         for bucket in self.server.buckets:
             self._complete(bucket)
 
     def _complete(self, bucket: Bucket) -> None:
-        """If all have come: the step, and an answer to all who take part."""
+        """Take the step and answer all participants, if all gradients have arrived."""
         arrived = self.arrived[bucket.index]
         if not arrived or not self.senders <= arrived:
             return
@@ -196,7 +196,7 @@ class BspServer(ServerAlgorithm):
             self.server.send_model(sender, bucket)
 
     def _weight_of_sum(self, bucket: Bucket) -> float:
-        """Return what the sum is divided by, so that every sample in it weighs the same."""
+        """Return the divisor of the sum, so that every sample in it has the same weight."""
         if self.host_first or len(self.arrived[bucket.index]) == self.n:
             return self.n  # exactly, not as a sum of fractions
         return self.weights[bucket.index] or 1.0  # 0: a sum of zeros

@@ -1,7 +1,7 @@
 """EASGD and EAMSGD: elastic averaging (Zhang, Choromanska, LeCun; NeurIPS 2015).
 
-Every ``tau`` steps a worker and the centre draw each other together, Algorithm 1:
-``d = alpha (x_i - x~)``, ``x_i <- x_i - d``, ``x~ <- x~ + d``; their sum stays as it is.
+Every ``tau`` steps a worker and the centre move towards each other, Algorithm 1:
+``d = alpha (x_i - x~)``, ``x_i <- x_i - d``, ``x~ <- x~ + d``; their sum stays the same.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from aladdin_mpi.worker.role import TrainingWorker
 from aladdin_mpi.worker.worker import Worker
 
 WHOLE_BYTES = 8
-"""Of a message that says that a difference was lost."""
+"""Size of a message that reports a lost difference."""
 
 
 class ModelCodec(GradientCodec):
-    """Writes a worker's model for its servers, as the difference from what they have of it.
+    """Codec of a worker's model, as the difference from its servers' copy of it.
 
     Args:
-        codec: of gradients.
-        differences: written by this worker.
+        codec: codec of gradients.
+        differences: encoder of this worker's differences.
     """
 
     def __init__(self, codec: GradientCodec, differences: ModelEncoder) -> None:
@@ -46,30 +46,30 @@ class ModelCodec(GradientCodec):
 
     @property
     def plain(self) -> DenseWire:
-        """That of the gradients' codec."""
+        """The plain codec of gradients."""
         return self._codec.plain
 
     def buffer(self, numel: int) -> Tensor:
-        """See :meth:`GradientCodec.buffer`."""
+        """Return an uninitialised buffer for ``numel`` values."""
         return self._codec.buffer(numel)
 
     def buffer_for(self, vector: Tensor) -> Tensor:
-        """See :meth:`GradientCodec.buffer_for`."""
+        """Return a buffer for the messages of ``vector``."""
         return self._codec.buffer_for(vector)
 
     def compress(
-        self, bucket: Bucket, values: Tensor, samples: int, room: Tensor
+        self, bucket: Bucket, values: Tensor, samples: int, out: Tensor
     ) -> tuple[Tensor, Event | None]:
-        """The difference; see :meth:`GradientCodec.compress`."""
-        return self._differences.encode(bucket.server, bucket, values, room), None
+        """Write the difference from the servers' copy of the bucket."""
+        return self._differences.encode(bucket.server, bucket, values, out), None
 
     def add(self, bucket: Bucket, message: Tensor, target: Tensor, alpha: float = 1.0) -> None:
-        """See :meth:`GradientCodec.add`."""
+        """Add ``alpha`` times the values of a message to ``target``."""
         self._codec.add(bucket, message, target, alpha)
 
 
 class ElasticLink(ServerLink):
-    """A worker's end of the elastic force: its model up, the centre and alpha down."""
+    """A worker's end of the elastic force: sends its model, receives the centre and alpha."""
 
     def __init__(self, worker: Worker, wire: GradientCodec, options: EasgdOptions) -> None:
         self._tau = options.tau
@@ -83,35 +83,35 @@ class ElasticLink(ServerLink):
         worker.transport.on_message(Tag.WHOLE, WHOLE_BYTES, self._lost)
 
     def open(self) -> None:
-        """A segment begins: with models as wholes."""
+        """Start a segment, whose first models are sent in full."""
         super().open()
         if self.differences is not None:
             self.differences.forget()
 
     def _lost(self, server: int, message: Tensor) -> None:
-        """A server has not got the last difference about a bucket."""
+        """Send the bucket in full next time: the last difference did not reach the server."""
         if self.differences is not None:
             self.differences.lost(server, int(message.view(torch.int64)))
 
     @property
     def is_due(self) -> bool:
-        """Whether an exchange belongs between the next gradient and its step."""
+        """Whether an exchange is due between the next gradient and its step."""
         return self._is_before and self._steps == self._tau
 
     def end_step(self) -> None:
-        """A step has been made: exchange, if that comes after it."""
+        """Count a step; exchange if that is due after it."""
         self._steps += 1
         if self._steps == self._tau and not self._is_before:
             self.exchange()
 
     def exchange(self) -> None:
-        """Send ``x_i`` and move it to the centre, which comes back as it was before it moved."""
+        """Send ``x_i`` and move it towards the centre, which is returned as of before its move."""
         self.push_values(self.x, self._steps)
         self.pull()
         self._steps = 0
 
     def close(self) -> None:
-        """The segment ends: with an exchange, if steps were made since the last one."""
+        """End the segment, with an exchange if steps were made since the last one."""
         if self._steps:
             self.exchange()
         super().close()
@@ -129,7 +129,7 @@ class EasgdWorker(TrainingWorker):
         self.whole = slice(0, self.g.numel())
 
     def run(self) -> None:
-        """Algorithm 1: step alone, and meet the centre every tau steps and at the end."""
+        """Run Algorithm 1: exchange with the centre every tau local steps and at the end."""
         self.link.open()
         for _ in self.worker.batches():
             if self.link.is_due:
@@ -145,7 +145,7 @@ class EasgdWorker(TrainingWorker):
 
 
 class EamsgdWorker(TrainingWorker):
-    """EASGD with Nesterov's momentum: the gradient is taken where the velocity leads."""
+    """EASGD with Nesterov momentum: the gradient is computed one velocity step ahead."""
 
     SAVED = TrainingWorker.SAVED | saved("v", merge=MEAN)
 
@@ -153,7 +153,7 @@ class EamsgdWorker(TrainingWorker):
         self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: EasgdOptions
     ) -> None:
         super().__init__(worker, optimizer)
-        assert isinstance(optimizer, MomentumSGD)  # EAMSGD takes no other
+        assert isinstance(optimizer, MomentumSGD)  # EAMSGD accepts no other
         self.link = ElasticLink(worker, wire, options)
         self.delta = optimizer.momentum
         self.decay = MomentumSGD(self.x, 0.0, optimizer.weight_decay)
@@ -161,7 +161,7 @@ class EamsgdWorker(TrainingWorker):
         self.v = worker.replica.new_vector()
 
     def run(self) -> None:
-        """Algorithm 2."""
+        """Run Algorithm 2: steps of equations 9 and 10, with an exchange every tau steps."""
         self.link.open()
         for _ in self.worker.batches():
             self._step()
@@ -169,7 +169,7 @@ class EamsgdWorker(TrainingWorker):
         self.link.close()
 
     def _step(self) -> None:
-        """``v <- delta v - lr g(x + delta v)``, ``x <- x + v`` (equations 9 and 10)."""
+        """Compute ``v <- delta v - lr g(x + delta v)``, ``x <- x + v`` (equations 9 and 10)."""
         lr = self.worker.lr
         scale(self.v, self.delta)
         add(self.x, self.v)
@@ -190,16 +190,16 @@ class EasgdServer(ServerAlgorithm):
         super().__init__(server)
         self.options = options
         self.models = [server.codec.model_decoder() for _ in range(server.worker_count)]
-        """The workers' models, where these come as differences."""
+        """Decoders of the workers' models, if these are sent as differences."""
 
     @property
     def alpha(self) -> float:
-        """How far a worker and the centre move towards each other."""
+        """Weight with which a worker and the centre move towards each other."""
         alpha = self.options.alpha
         return 0.9 / self.server.surviving_workers if alpha == "auto" else float(alpha)
 
     def run(self) -> None:
-        """Answer with the centre as it is, then move it: both use the same difference."""
+        """Answer with the current centre, then move it: both sides use the same difference."""
         for models in self.models:
             if models is not None:
                 models.forget()
@@ -211,7 +211,7 @@ class EasgdServer(ServerAlgorithm):
                 lerp(centre, model, alpha)
 
     def _read(self, arrival: ReceivedBucket) -> Tensor | None:
-        """The worker's model, if it has come."""
+        """Return the worker's model, or None if it did not arrive intact."""
         models, bucket = self.models[arrival.worker], arrival.bucket
         if models is None:
             return None if arrival.refused else arrival.values

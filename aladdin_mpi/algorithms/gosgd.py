@@ -1,8 +1,8 @@
 """GoSGD: gossip stochastic gradient descent (Blot, Picard, Cord, Thome; 2016).
 
-Nobody ever waits. The weights of all workers, with those of the messages under way, add
-up to 1; the global model is the weighted mean. Every bucket has a weight alpha of its
-own, because the buckets of a message need not arrive between the same two steps.
+No worker ever waits. The weights of all workers and of the messages in flight add up to 1;
+the global model is the weighted mean. Every bucket has its own weight alpha, because the
+buckets of a message need not arrive between the same two steps.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from aladdin_mpi.worker.role import TrainingWorker
 from aladdin_mpi.worker.worker import Worker
 
 LEAST_ALPHA = 2.0**-1000
-"""Below it a worker keeps what it has: halved often enough a weight would become 0."""
+"""Lower limit of alpha, below which a worker stops sending: further halving would reach 0."""
 
 
 class GoSgdWorker(TrainingWorker):
-    """Mix in what has come, take a step, and send to somebody now and then.
+    """GoSGD worker: mixes in models, steps, and sends to a random peer with probability p.
 
     A worker whose last model is still on the wire sends none in this step and
-    halves no weight: it neither waits nor piles up copies.
+    halves no weight: it neither waits nor accumulates copies.
     """
 
     SAVED = TrainingWorker.SAVED | saved("alpha", "random")
@@ -60,13 +60,13 @@ class GoSgdWorker(TrainingWorker):
             self.inbox.take_into(self.x, self.alpha)
             self.descend(self.worker.lr, self.g)
             if self.random.random() < self.p:
-                self._send_to_somebody()
+                self._send_to_random_peer()
         self.outbox.flush()
         self.inbox.drain()
         self.inbox.take_into(self.x, self.alpha)
 
-    def _send_to_somebody(self) -> None:
-        """``alpha <- alpha / 2``, and as much goes with x to a worker drawn from the others."""
+    def _send_to_random_peer(self) -> None:
+        """Halve alpha, and send the other half with x to a random other worker."""
         if self.n == 1:
             return
         failed = self.transport.failed
@@ -81,11 +81,11 @@ class GoSgdWorker(TrainingWorker):
             self.alpha = halves
 
     def weight(self, bucket: Bucket) -> float:
-        """This worker's alpha."""
+        """Return this worker's alpha."""
         return self.alpha[bucket.index]
 
     def weights_in(self, state: Mapping[str, Any], buckets: int) -> list[float]:
-        """Alpha; the new workers begin with equal ones."""
+        """Return alpha; the new workers start with equal weights."""
         weights: list[float] = state["alpha"]
         return weights
 

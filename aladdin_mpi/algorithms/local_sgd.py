@@ -1,10 +1,10 @@
 """Local SGD: workers train by themselves and average their models every H steps.
 
 Stich, ICLR 2019, Algorithm 1: ``x_i <- x_i - lr g_i``, and after every H-th step
-``x_i <- 1/n (x_1 + ... + x_n)``. With H = 1 at first and more later it is post-local SGD
+``x_i <- 1/n (x_1 + ... + x_n)``. With H = 1 first and more later it is post-local SGD
 (Lin, Stich, Patel, Jaggi; ICLR 2020).
 
-What is summed is how far each has moved since the last average, which all have in common:
+Workers sum their differences from the last average, which is the same on all of them:
 ``x <- base + 1/n sum (x_i - base)``. In bf16 the models themselves would lose every change
 that is smaller than the last digit of a parameter.
 """
@@ -20,7 +20,12 @@ from aladdin_mpi.allreduce.surviving import Sums, SurvivingSums
 from aladdin_mpi.codec.base import GradientCodec
 from aladdin_mpi.flat.vectors import add, copy
 from aladdin_mpi.optimizers.base import Optimizer
-from aladdin_mpi.options.algorithms import LOCAL_SGD, OUTLAST_DEATHS, LocalSgdOptions, own
+from aladdin_mpi.options.algorithms import (
+    FAULT_TOLERANT_ALLREDUCES,
+    LOCAL_SGD,
+    LocalSgdOptions,
+    own,
+)
 from aladdin_mpi.worker.role import TrainingWorker
 from aladdin_mpi.worker.worker import Worker
 
@@ -37,7 +42,7 @@ class LocalSgdWorker(TrainingWorker):
         self.base = worker.replica.new_vector()
         self.all_reduce: AllReduce | SurvivingSums
         dtype = wire.plain.dtype
-        if self.transport.survives and options.allreduce in OUTLAST_DEATHS:
+        if self.transport.survives and options.allreduce in FAULT_TOLERANT_ALLREDUCES:
             new_vector = worker.replica.new_vector
             self.all_reduce = SurvivingSums(
                 options.allreduce, self.transport, self.layout, new_vector, dtype
@@ -46,7 +51,7 @@ class LocalSgdWorker(TrainingWorker):
             self.all_reduce = choose.make(options.allreduce, self.transport, self.g.device, dtype)
 
     def run(self) -> None:
-        """Train until the segment's samples are used up; all models are the same then."""
+        """Train until the segment's samples are used up; then all models are equal."""
         copy(self.base, self.x)
         steps = 0
         for _ in self.worker.batches():
@@ -55,19 +60,19 @@ class LocalSgdWorker(TrainingWorker):
             if steps >= self.local_steps:
                 self.average()
                 steps = 0
-        if steps:  # as many on every worker: all take part
+        if steps:  # the same number on every worker: all take part
             self.average()
         if isinstance(self.all_reduce, SurvivingSums):
             self.all_reduce.settle()
 
     @property
     def local_steps(self) -> int:
-        """H at the current batch, which begins at the same sample for all workers."""
+        """H at the current batch, which starts at the same sample for all workers."""
         return 1 if self.worker.lease.start < self.options.post else self.options.steps
 
     def average(self) -> None:
-        """``x <- base + 1/n sum (x_i - base)``, ``base <- x``; until then x stays readable."""
-        moved = self.g  # has done its work
+        """Set ``x <- base + 1/n sum (x_i - base)``, ``base <- x``; until then x stays readable."""
+        moved = self.g  # the gradient is no longer needed
         copy(moved, self.x)
         add(moved, self.base, alpha=-1.0)
         totals, ranks = self._summed(moved)
@@ -76,23 +81,23 @@ class LocalSgdWorker(TrainingWorker):
         copy(self.x, self.base)
 
     def _summed(self, moved: Tensor) -> Sums:
-        """The sums of all buckets, and the ranks whose models are in them."""
+        """Return the sums of all buckets, and the ranks whose models are in them."""
         buckets, sums = self.layout.buckets, self.all_reduce
         if isinstance(sums, SurvivingSums):
             for bucket in buckets:
                 sums.start(bucket.of(moved), bucket)
             return sums.finish()
-        under_way = [sums.start(bucket.of(moved), bucket.index) for bucket in buckets]
-        totals = [(b, pending.wait()) for b, pending in zip(buckets, under_way, strict=True)]
+        pending_sums = [sums.start(bucket.of(moved), bucket.index) for bucket in buckets]
+        totals = [(b, pending.wait()) for b, pending in zip(buckets, pending_sums, strict=True)]
         return Sums(totals, range(self.n))
 
     def close(self) -> None:
-        """End the library's part too."""
+        """Close the worker and the all-reduce library."""
         super().close()
         self.all_reduce.close()
 
     def describe(self) -> str:
-        """Which library sums."""
+        """Return the name of the all-reduce library."""
         return f"all-reduce: {self.all_reduce.describe()}"
 
 

@@ -1,12 +1,12 @@
 """Multi-step communication (Lee, Agrawal, Balaprakash, Choudhary and Liao, MLHPC 2018).
 
-Synchronous SGD without servers, as the authors' code has it (NU-CUCIS/pcnn). Summing and
-updating are dealt to the ranks, and the second half of the communication hides behind the
-next forward pass. After each step all ranks have the same model, that of one process with
-the batches of all.
+Synchronous SGD without servers, after the authors' code (NU-CUCIS/pcnn). Ranks share the
+work of summing and updating, and the second half of the communication overlaps the next
+forward pass. After each step all ranks have the same model, that of one process with the
+batches of all.
 
-Weights travel in full whatever the wire's dtype is, so that replicas stay alike. Unlike in
-the authors' code batch norm's parameters are synchronised as all others are.
+Weights are sent in full precision whatever the wire's dtype, so that replicas stay equal.
+Unlike in the authors' code, batch norm's parameters are synchronised like all others.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from aladdin_mpi.worker.role import TrainingWorker
 from aladdin_mpi.worker.worker import Worker
 
 FITS, UNFIT, UNKNOWN = 1, 0, 2
-"""What a rank says of a dense layer after the first step."""
+"""A rank's verdict on a dense layer after the first step."""
 
 
 class MultistepWorker(TrainingWorker):
     """Each rank sums and updates its 1/n of every piece of the model.
 
     Args:
-        optimizer: whose settings are taken; this rank's momentum is as long as its parts.
-        options: the run's. The dense layers that exchange activations and errors have buckets of
-            their own.
+        optimizer: supplies the settings; this rank's momentum covers only its own parts.
+        options: the run's options. Dense layers that exchange activations and errors have
+            their own buckets.
     """
 
     SAVED = TrainingWorker.SAVED | saved("exchanging")
@@ -66,9 +66,9 @@ class MultistepWorker(TrainingWorker):
         x, transport = worker.parameters, worker.transport
         weights = DenseWire(x.dtype, x.device, moves_bytes=transport.needs_memory)
         self.order = InOrder(transport)
-        ground = LayerContext(transport, self.order, x, wire.plain, weights, worker)
+        context = LayerContext(transport, self.order, x, wire.plain, weights, worker)
         exchanged = _exchanged(worker.replica, worker.count, options)
-        self.pieces = _pieces(ground, worker.layout, exchanged, options.step_size)
+        self.pieces = _pieces(context, worker.layout, exchanged, options.step_size)
         self.dense = [piece for piece in self.pieces if isinstance(piece, DenseWeight)]
         # Momentum: 1/n of it on each rank, one part of the vector for each piece.
         edges = [0]
@@ -78,7 +78,7 @@ class MultistepWorker(TrainingWorker):
         assert isinstance(optimizer, MomentumSGD)
         super().__init__(worker, _like(optimizer, x.new_zeros(edges[-1])))
         for layer in exchanged[::-1]:
-            self.tell(describe(layer, self.n, options.step_size, wire.plain.dtype.itemsize))
+            self.log(describe(layer, self.n, options.step_size, wire.plain.dtype.itemsize))
         self.g = worker.replica.new_vector()
         self.gathering = 0
         self.waiting_for_whole: list[Callable[[], None]] = []
@@ -97,18 +97,18 @@ class MultistepWorker(TrainingWorker):
                 module, self.pieces, self.finish, self.send_activations, deliver
             )
 
-    def tell(self, text: str) -> None:
-        """Say, once for all ranks, which layers exchange activations and errors."""
+    def log(self, text: str) -> None:
+        """Print, once for all ranks, which layers exchange activations and errors."""
         if self.index == 0 and not self.options.quiet:
             console.say(f"aladdin_mpi: multistep: {text}")
 
     def places(self, workers: int, worker: int) -> torch.Tensor:
-        """Where the values that a worker updates lie in the flat vector, in order of its pieces."""
+        """Return the positions in the flat vector that a worker updates, in order of its pieces."""
         replica, options = self.worker.replica, self.options
         exchanged = _exchanged(replica, workers, options)
         weights = {layer.weight.start: layer for layer in exchanged}
         biases = {layer.bias.start for layer in exchanged if layer.bias is not None}
-        found = []
+        parts = []
         for bucket in multistep_layout(replica, workers, options).buckets:
             places = torch.arange(bucket.start, bucket.stop)
             if bucket.start in weights:
@@ -116,8 +116,8 @@ class MultistepWorker(TrainingWorker):
                 places = places.view(-1, inputs)[:, _share(inputs, workers, worker)].reshape(-1)
             elif bucket.start not in biases:
                 places = places[_share(bucket.numel, workers, worker)]
-            found.append(places)
-        return torch.cat(found)
+            parts.append(places)
+        return torch.cat(parts)
 
     def run(self) -> None:
         """Train until the segment's samples are used up."""
@@ -129,7 +129,7 @@ class MultistepWorker(TrainingWorker):
 
     # -- backward, from the top layer down: all-to-all -------------------------------
     def compute(self) -> None:
-        """Compute the gradient; each piece is on its way when it is there."""
+        """Compute the gradient, and send each piece as soon as it is complete."""
         lease, n = self.worker.lease, self.worker.count
         for piece in self.dense:
             piece.begin(-(-lease.whole // n), lease.size)
@@ -145,14 +145,14 @@ class MultistepWorker(TrainingWorker):
             self.decide()
 
     def send(self, bucket: Bucket) -> None:
-        """The gradients of a piece are there."""
+        """Send the gradients of a piece."""
         self.finish_all()  # of layers that have taken no part in the forward pass
         self.send_activations(at_last=True)
         self.pieces[bucket.index].send(self.g, self.worker.share, self.worker.current.loss_scale)
 
     # -- after it, from the bottom layer up: sum, update, all-gather -----------------
     def update(self) -> None:
-        """Take a step with this rank's part of each piece, and send it to everyone."""
+        """Update this rank's part of each piece, and send it to all ranks."""
         with self.worker.transport.atomic():
             self.gathering = len(self.pieces)
         for piece, state in zip(reversed(self.pieces), reversed(self.state), strict=True):
@@ -163,14 +163,14 @@ class MultistepWorker(TrainingWorker):
 
     # -- the next forward pass: each layer waits for its own -------------------------
     def forward(self, bucket: Bucket) -> None:
-        """In modelled time: the forward pass comes to this piece."""
+        """Wait for a piece when the simulated forward pass reaches it."""
         piece = self.pieces[bucket.index]
         self.finish(piece)
         if isinstance(piece, DenseWeight) and self.x.is_meta:
             piece.send_activations()
 
     def finish(self, piece: LayerPiece) -> None:
-        """Wait for all parts of a piece, if they are on their way."""
+        """Wait for all parts of a piece, if they are in flight."""
         if not piece.gathering:
             return
         piece.finish()
@@ -182,13 +182,13 @@ class MultistepWorker(TrainingWorker):
                 self.waiting_for_whole.clear()
 
     def finish_all(self) -> None:
-        """Wait for everything that is on its way."""
+        """Wait for everything in flight."""
         if self.gathering:
             for piece in reversed(self.pieces):
                 self.finish(piece)
 
     def when_whole(self, action: Callable[[], None]) -> None:
-        """At once, or when every layer has its new parameters."""
+        """Call ``action`` once every layer has its new parameters, possibly at once."""
         if self.gathering:
             self.waiting_for_whole.append(action)
         else:
@@ -196,18 +196,18 @@ class MultistepWorker(TrainingWorker):
 
     # -- dense layers -----------------------------------------------------------------
     def send_activations(self, at_last: bool = False) -> None:
-        """Send those that are there, from the bottom layer up; ``at_last`` all of them."""
+        """Send complete activations, from the bottom layer up; ``at_last``: all of them."""
         for piece in reversed(self.dense):
             if piece.by_errors and not (at_last or piece.capture.is_complete):
                 return
             piece.send_activations()
 
     def decide(self) -> None:
-        """After the first step: agree on what the module's use of its dense layers allows."""
+        """Agree, after the first step, on which dense layers can exchange activations."""
         transport = self.worker.transport
         mine = torch.tensor([self._verdict(piece) for piece in self.dense], dtype=torch.uint8)
         gathered = torch.empty(len(mine) * transport.size, dtype=torch.uint8)
-        # Through the queue, as all collectives: there may be some in it that wait for their turn.
+        # Through the queue, as all collectives: others may be waiting in it for their turn.
         order = self.order
         order.wait(order.put(lambda: transport.iallgather(mine, gathered), None))
         for piece, verdicts in zip(self.dense, gathered.view(transport.size, -1).t(), strict=True):
@@ -216,7 +216,7 @@ class MultistepWorker(TrainingWorker):
                 reason = "its input is not one 2-D tensor with a row for each sample"
                 if not self.worker.clipping.tells_at_once:
                     reason = "the training loop clips them"
-                self.tell(f"{piece.layer.name or 'the model'} exchanges gradients: {reason}")
+                self.log(f"{piece.layer.name or 'the model'} exchanges gradients: {reason}")
 
     def _verdict(self, piece: DenseWeight) -> int:
         if not self.worker.lease.size:
@@ -227,7 +227,7 @@ class MultistepWorker(TrainingWorker):
     # -- checkpoints --------------------------------------------------------------------
     @property
     def exchanging(self) -> list[bool | None]:
-        """Of each dense layer, see :class:`DenseWeight`."""
+        """For each dense layer, ``exchanging`` of :class:`DenseWeight`."""
         return [piece.exchanging for piece in self.dense]
 
     @exchanging.setter
@@ -243,23 +243,23 @@ class MultistepWorker(TrainingWorker):
         worker: int,
         workers: int,
     ) -> dict[str, Any]:
-        """See :meth:`Role.merge_worker`; the merged momentum is that of the whole vector."""
+        """Merge a worker's state; the merged momentum covers the whole vector."""
         velocity = new["optimizer"]["velocity"]
         if velocity is not None:
             known = None if merged is None else merged["optimizer"]["velocity"]
             whole = velocity.new_zeros(self.layout.numel) if known is None else known
             if not whole.is_meta:
                 whole[self.places(workers, worker)] = velocity
-            # Its mean with itself stays what it is.
+            # Merging averages it with itself, which changes nothing.
             new["optimizer"]["velocity"] = whole if known is None else whole.clone()
         return super().merge_worker(merged, new, count, worker, workers)
 
     def resize(self, merged: MergedState) -> None:
-        """This rank's part of the momentum; which layers exchange what is decided anew."""
+        """Restore this rank's part of the momentum; the exchange of each layer is decided again."""
         velocity = merged.worker["optimizer"]["velocity"]
         if velocity is not None:
             places = self.places(self.n, self.index)
-            # Of memory that there is not only the length counts.
+            # Meta tensors have no values, so only the length matters.
             velocity = velocity[: len(places)] if velocity.is_meta else velocity[places]
         merged.worker["optimizer"] = {"velocity": velocity}
         super().resize(merged)
@@ -271,22 +271,22 @@ def _share(numel: int, workers: int, worker: int) -> slice:
 
 
 def _pieces(
-    ground: LayerContext, layout: Layout, exchanged: list[DenseLayer], batch: int
+    context: LayerContext, layout: Layout, exchanged: list[DenseLayer], batch: int
 ) -> list[LayerPiece]:
-    """One for each bucket."""
+    """Return one piece for each bucket."""
     at = {bucket.start: bucket for bucket in layout.buckets}
-    found: dict[int, LayerPiece] = {}
+    pieces: dict[int, LayerPiece] = {}
     for layer in exchanged:
-        weight = DenseWeight(ground, at[layer.weight.start], layer, batch)
-        found[weight.bucket.index] = weight
+        weight = DenseWeight(context, at[layer.weight.start], layer, batch)
+        pieces[weight.bucket.index] = weight
         if layer.bias is not None:
-            bias = DenseBias(ground, at[layer.bias.start], weight)
-            found[bias.bucket.index] = bias
-    return [found.get(b.index) or GradientPiece(ground, b) for b in layout.buckets]
+            bias = DenseBias(context, at[layer.bias.start], weight)
+            pieces[bias.bucket.index] = bias
+    return [pieces.get(b.index) or GradientPiece(context, b) for b in layout.buckets]
 
 
 def _like(optimizer: MomentumSGD, parts: torch.Tensor) -> MomentumSGD:
-    """An optimizer with the same settings for other parameters."""
+    """Return an optimizer with the same settings for other parameters."""
     return MomentumSGD(
         parts, optimizer.momentum, optimizer.weight_decay, optimizer.nesterov, optimizer.clip
     )
@@ -295,7 +295,7 @@ def _like(optimizer: MomentumSGD, parts: torch.Tensor) -> MomentumSGD:
 def multistep_layout(
     replica: Replica | PhantomReplica, workers: int, options: GeneralOptions
 ) -> Layout:
-    """Buckets along the layers."""
+    """Return a layout whose buckets follow the layers."""
     return cut_at_layers(
         replica.layers, _exchanged(replica, workers, options), replica.numel, options.bucket_mb
     )

@@ -1,4 +1,4 @@
-"""What happens inside the module: layers wait for their parameters, dense ones are listened to."""
+"""Hooks in the module: layers wait for their parameters, dense layers record their inputs."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from aladdin_mpi.flat.layout import BYTES_PER_MB, BYTES_PER_VALUE, Bucket, Layou
 from aladdin_mpi.flat.replica import DenseLayer, places
 
 Exchange = Literal["auto", "gradients", "activations"]
-"""How the gradients of fully connected layers come together."""
+"""How the gradients of fully connected layers are exchanged."""
 
 
 def choose(
     dense: Sequence[DenseLayer], exchange: Exchange, workers: int, batch: int
 ) -> list[DenseLayer]:
-    """The layers that exchange activations and errors.
+    """Return the layers that exchange activations and errors.
 
-    With ``auto`` those for which ``B (inputs + P outputs) < inputs * outputs``, where that
-    sends fewer values than the gradient's way does: B the samples of one worker's step, P
-    the workers.
+    With ``auto`` these are the layers for which that sends fewer values than exchanging the
+    gradient, ``B (inputs + P outputs) < inputs * outputs``: B are the samples of one worker's
+    step, P the workers.
     """
     if exchange == "auto":
         return [
@@ -45,12 +45,12 @@ def cut_at_layers(
 ) -> Layout:
     """Cut a flat vector so that a layer waits for little more than its own parameters.
 
-    Consecutive layers share a bucket while they fit in; a larger layer is cut into equal
-    ones. A weight and a bias of ``apart`` have one bucket each, whatever their size.
+    Consecutive layers share a bucket while they fit; a larger layer is cut into equal
+    buckets. A weight and a bias of ``apart`` have one bucket each, whatever their size.
 
     Args:
-        layers: the numbers of values of the layers, in flat order.
-        apart: fully connected layers that are exchanged in their own way.
+        layers: number of values of each layer, in flat order.
+        apart: fully connected layers that exchange activations and errors.
         numel: length of the flat vector.
         bucket_mb: largest message in MB (10^6 bytes).
     """
@@ -83,10 +83,10 @@ def _parameters(layer: DenseLayer) -> list[slice]:
 
 
 def describe(layer: DenseLayer, workers: int, batch: int, value_bytes: int) -> str:
-    """What a worker sends in a step for a layer's weight, in both ways.
+    """Return a description of a worker's traffic in a step for a layer's weight, in both ways.
 
-    ``batch`` are the samples of its step, ``value_bytes`` those of an activation, an error
-    or a gradient on the wire; weights have 4.
+    ``batch`` is the number of samples of its step, ``value_bytes`` the size of an activation,
+    an error or a gradient on the wire; weights have 4 bytes.
     """
     inputs, outputs = layer.inputs, layer.outputs
     others = workers - 1
@@ -104,11 +104,11 @@ class LayerHooks:
     """The hooks of a module, to be installed while it trains.
 
     Args:
-        pieces: of the flat vector.
-        finish: waits for one and stores it.
-        send_activations: called when a dense layer has seen all of a step's samples.
-        deliver: called with a parameter whose gradient comes from exchanged activations and errors,
-            and not from autograd.
+        pieces: pieces of the flat vector.
+        finish: waits for a piece and stores it.
+        send_activations: called when a dense layer has processed all of a step's samples.
+        deliver: called with a parameter whose gradient comes from exchanged activations and
+            errors, not from autograd.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class LayerHooks:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Hooks on every layer that has parameters of its own."""
+        """Install hooks on every layer that has its own parameters."""
         hooks, of_weights = Hooks(), []
         for part in self._needs:
             register = part.register_forward_pre_hook
@@ -151,7 +151,7 @@ class LayerHooks:
         try:
             yield
         finally:
-            for part in self._first_row:  # an error has left the forward pass
+            for part in self._first_row:  # an error has interrupted the forward pass
                 self._require(part, True)
             self._first_row.clear()
             hooks.remove()
@@ -160,8 +160,8 @@ class LayerHooks:
 
     @contextmanager
     def step(self, computes: bool) -> Iterator[None]:
-        """The passes of one step are in here; ``computes``: there are samples for any."""
-        # A layer whose parameters are used without its being called cannot wait by itself.
+        """Enclose the passes of one step; ``computes``: this rank has samples."""
+        # A layer whose parameters are used without calling it cannot wait by itself.
         for part in self._never_called:
             self._wait_for(part)
         self._called.clear()
@@ -199,7 +199,7 @@ class LayerHooks:
         self._send_activations()
 
     def _require(self, part: nn.Module, wanted: bool) -> None:
-        """Whether autograd shall compute the gradients of a dense layer's parameters."""
+        """Set whether autograd computes the gradients of a dense layer's parameters."""
         for parameter in self._parameters(part):
             parameter.requires_grad_(wanted)
 
@@ -213,16 +213,16 @@ class LayerHooks:
         if first is None:
             return None
         self._require(part, True)
-        listened: Tensor = Listen.apply(output, self._token, self._hear(part, first))
+        listened: Tensor = Listen.apply(output, self._token, self._error_recorder(part, first))
         return listened
 
-    def _hear(self, part: nn.Module, first: int) -> Callable[[Tensor], None]:
-        def hear(errors: Tensor) -> None:
+    def _error_recorder(self, part: nn.Module, first: int) -> Callable[[Tensor], None]:
+        def record(errors: Tensor) -> None:
             self._dense[part].capture.errors.append((first, errors))
             for parameter in self._parameters(part):
                 self._deliver(parameter)
 
-        return hear
+        return record
 
     def _refuse(self, part: nn.Module, _: Tensor) -> None:
         if self.active and self._dense[part].by_errors:
@@ -230,7 +230,7 @@ class LayerHooks:
 
 
 def _needs(module: nn.Module, pieces: Sequence[LayerPiece]) -> dict[nn.Module, list[LayerPiece]]:
-    """The pieces in which the own parameters of every layer lie."""
+    """Return, for every layer, the pieces that contain its own parameters."""
     at = places(module)
     needs: dict[nn.Module, list[LayerPiece]] = {}
     for part in module.modules():

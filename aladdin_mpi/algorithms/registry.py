@@ -1,4 +1,4 @@
-"""The code of the algorithms by name: every file of this folder registers what it has."""
+"""Registry of implementations by algorithm name: every module of this package adds its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from aladdin_mpi.worker.worker import Worker
 MakeWorker = Callable[[Worker, Optimizer, GradientCodec, GeneralOptions], TrainingWorker]
 MakeServer = Callable[[ParameterServer, Optimizer, GeneralOptions], ServerAlgorithm]
 MakeLayout = Callable[[Replica | PhantomReplica, int, GeneralOptions], Layout]
-"""Called with the number of workers too."""
+"""Function of the replica, the number of workers and the options."""
 MakeCodec = Callable[[GradientCodec, Layout], GradientCodec]
 CheckOptimizer = Callable[[Optimizer, GeneralOptions], None]
 
@@ -33,12 +33,12 @@ class Implementation:
 
     Attributes:
         worker: makes the role of a worker.
-        server: makes the role of a server; None if there are none.
-        layout: cuts the flat vector where the usual cut will not do.
-        arriving: makes what servers read messages by, where that is not the codec on the wire.
-        updates_parts: each worker updates a part of each layer alone.
-        check_optimizer: raises :class:`UserError` for an optimizer other than the built-in SGD that
-            does not suit the options.
+        server: makes the role of a server; None if the algorithm has none.
+        layout: cuts the flat vector, if the default layout does not suit.
+        arriving: makes the codec by which servers read messages, if it is not the wire's.
+        updates_parts: each worker updates only a part of each layer.
+        check_optimizer: raises :class:`UserError` for an optimizer other than the built-in
+            SGD that does not suit the options.
     """
 
     worker: MakeWorker
@@ -62,10 +62,10 @@ def register(
     updates_parts: bool = False,
     check_optimizer: CheckOptimizer = lambda optimizer, run: None,
 ) -> None:
-    """Record the code of ``algorithm``, and declare it if that has not been done.
+    """Register the code of ``algorithm``, and declare it if necessary.
 
     Raises:
-        ValueError: another algorithm has its name, or it has servers and no code for them.
+        ValueError: its name is taken, or it has servers but no code for them.
     """
     if ALGORITHMS.get(algorithm.name) is not algorithm:
         declare(algorithm)

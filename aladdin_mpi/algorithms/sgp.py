@@ -1,22 +1,22 @@
 """SGP and Overlap SGP: stochastic gradient push (Assran et al., ICML 2019).
 
 Push-sum over a directed graph that changes from step to step. A worker has a biased
-model x and a weight w, which both are sent and added up, and computes at ``z = x / w``::
+model x and a weight w, which are both sent and added up, and computes at ``z = x / w``::
 
     x <- x - lr opt(g(z))                       [1]
     send (p x, p w), keep (p x, p w); p = 1/2   [2]
-    x <- x + x', w <- w + w' for what comes     [3]
+    x <- x + x', w <- w + w' for each message   [3]
     z <- x / w                                  [4]
 
-Here z and w are kept and sent instead of x and w: the same sums, and a model that can be
-read at any moment. Then [1] is ``z <- z - lr/w opt(g(z))``; [2] changes w alone; and [3]
-with [4] is ``z <- (w z + w' z') / (w + w')``.
+This implementation keeps and sends z and w instead of x and w: the sums are the same, and the
+model can be read at any time. Then [1] is ``z <- z - lr/w opt(g(z))``; [2] changes only w; and
+[3] with [4] is ``z <- (w z + w' z') / (w + w')``.
 
-SGP waits in every step for the message of this step, Overlap SGP only for the one of
-tau steps before. What has come of earlier steps Overlap SGP adds before it sends: then n a
-power of two mixes exactly in log2(n) steps, as in SGP, if every message comes within a step.
-That is the order of the authors' code, which also waits before it sends; here a worker waits
-only afterwards, so that the order costs no time.
+SGP waits in every step for the message of this step, Overlap SGP only for the one from tau
+steps before. Overlap SGP adds messages of earlier steps before it sends: then, if n is a power
+of two and every message arrives within a step, models mix exactly in log2(n) steps, as in SGP.
+The authors' code uses the same order but also waits before sending; here a worker waits only
+afterwards, so that the order costs no time.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from aladdin_mpi.worker.role import TrainingWorker
 from aladdin_mpi.worker.worker import Worker
 
 P = 1 / 2
-"""What a worker keeps, and sends to its only out-peer."""
+"""Share that a worker keeps, and share that it sends to its only out-peer."""
 
 
 def hops(n: int, graph: str) -> list[int]:
-    """How far a message goes in each step of a period: from rank r to ``r + hop mod n``.
+    """Return the hops of a period: in each step a message goes from rank r to ``r + hop mod n``.
 
-    ``exponential``: 1, 2, 4, ... below n, after which every rank has been heard by every
+    ``exponential``: 1, 2, 4, ... below n, after which every rank's model has reached every
     other; for n a power of two with the same weight. ``ring``: always 1.
     """
     if graph == "ring":
@@ -60,7 +60,7 @@ def hops(n: int, graph: str) -> list[int]:
 
 
 class _Push:
-    """A message that is awaited: the sender's z and the weight it comes with."""
+    """An expected message: the sender's z and the weight sent with it."""
 
     def __init__(self, values: Tensor) -> None:
         self.step = 0
@@ -68,16 +68,16 @@ class _Push:
         self.values = values
         self.requests: list[Request] = []
         self.event: Event | None = None
-        """A device reads the values until then."""
+        """Pending read of the values by a device."""
 
 
 class SgpWorker(TrainingWorker):
-    """One node; ``tau`` = 0 is SGP, more is Overlap SGP.
+    """One worker: SGP if ``tau`` is 0, otherwise Overlap SGP.
 
     Args:
-        tau: steps that a message may take before it is waited for.
-        add_first: add what has come of earlier steps before sending, too, not only after.
-        by_numerator: the optimizer sees x = w z in place of z.
+        tau: number of steps that a message may take before the worker waits for it.
+        add_first: add messages of earlier steps before sending too, not only after.
+        by_numerator: the optimizer gets x = w z in place of z.
     """
 
     SAVED = TrainingWorker.SAVED | saved("w") | saved("steps", merge=FIRST)
@@ -116,8 +116,8 @@ class SgpWorker(TrainingWorker):
             self._expect(source)
             self.descend(self.worker.lr / self.w, self.g)  # [1]
             if self.add_first:
-                # Not this step's, which a faster worker may have sent already: whoever gets
-                # from here would have it a step early, and the mixing would not be exact.
+                # Not this step's, which a faster worker may have sent already: the next worker
+                # would get it a step early, and mixing would not be exact.
                 self._pull(self.steps)  # [3, 4]
             self._push(dest)  # [2]
             self.steps += 1
@@ -126,7 +126,7 @@ class SgpWorker(TrainingWorker):
         self.outbox.flush()
 
     def direction(self, g: Tensor) -> Tensor:
-        """See :meth:`TrainingWorker.direction`."""
+        """Return the direction of the step at z, or at x = w z if ``by_numerator``."""
         if not self.by_numerator:
             return super().direction(g)
         self.worker.gradient(g)
@@ -137,22 +137,21 @@ class SgpWorker(TrainingWorker):
         return g
 
     def _restart_weights(self, absent: tuple[int, ...]) -> None:
-        """Give every surviving worker the weight 1 in the first round without the ``absent`` ones.
+        """Reset the weight of every surviving worker to 1 in the first round without ``absent``.
 
-        Some weight is lost with a failed worker and with messages to and from it, in general not
-        that of one worker. As a step moves the mean of all models by ``lr`` times the sum of the
-        gradients over the sum of the weights, the steps would have the wrong size from then on.
-        No message of an earlier round is under way when the weights restart.
+        Some weight is lost with a failed worker and its messages. As a step moves the mean of all
+        models by ``lr`` times the sum of the gradients over the sum of the weights, later steps
+        would have the wrong size. No message of an earlier round is in flight at the reset.
         """
         self._pull(self.steps, self.steps)
         self.w = 1.0
         self._absent = absent
 
     def _neighbours(self, absent: tuple[int, ...]) -> tuple[int, int]:
-        """From whom this worker gets a message in this step, and to whom it sends.
+        """Return the sender and the receiver of this worker's messages in this step.
 
-        All workers of a round leave out the same failed ones, so that nobody's weight
-        drains away to them.
+        All workers of a round leave out the same failed ones, so that no weight is sent to
+        failed workers.
         """
         members = [rank for rank in range(self.n) if rank not in absent]
         distances = hops(len(members), self.graph) or [0]
@@ -160,7 +159,7 @@ class SgpWorker(TrainingWorker):
         return members[place - hop], members[(place + hop) % len(members)]
 
     def _expect(self, source: int) -> None:
-        """Post the receives of this step: its message may come while this worker computes."""
+        """Post the receives of this step, so that its message can arrive during computation."""
         if source in self.transport.failed or source == self.index:
             return
         push = self._spare.pop()
@@ -180,7 +179,7 @@ class SgpWorker(TrainingWorker):
         self.w *= P
 
     def _pull(self, end: int, due: int = 0) -> None:
-        """Add what has come of steps before ``end``, in order; wait for those before ``due``."""
+        """Add arrived messages of steps before ``end``, in order; wait for those before ``due``."""
         while self.incoming and self.incoming[0].step < end:
             requests, is_lost = self.incoming[0].requests, False
             try:
@@ -200,26 +199,26 @@ class SgpWorker(TrainingWorker):
         for bucket in self.layout.buckets:
             theirs = bucket.of(push.values)
             if is_void(theirs):
-                copy(theirs, bucket.of(self.x))  # as if the sender had the same: w is kept
+                copy(theirs, bucket.of(self.x))  # as if the sender had the same x: w is preserved
         values, push.event = self.wire.fetch(push.values)
         with self.transport.atomic():
             lerp(self.x, values, w / (self.w + w))
             self.w += w
 
     def weight(self, bucket: Bucket) -> float:
-        """The push-sum weight w."""
+        """Return the push-sum weight w."""
         return self.w
 
     def weights_in(self, state: Mapping[str, Any], buckets: int) -> list[float]:
-        """The push-sum weight; the new workers begin with the weight 1."""
+        """Return the push-sum weight; the new workers start with weight 1."""
         return [state["w"]] * buckets
 
     def common(self) -> dict[str, Any]:
-        """The number of steps, on which the graph depends."""
+        """Return the number of steps, on which the graph depends."""
         return {"steps": self.steps}
 
     def join(self, common: dict[str, Any]) -> None:
-        """Take up the others' number of steps."""
+        """Set the number of steps to the other workers'."""
         self.steps = common["steps"]
 
 

@@ -1,15 +1,15 @@
 """SHAT: asynchronous training with a staleness-weighted blend.
 
 Ko and Kim, Applied Sciences 12, 292 (2022). As in ASP the server updates on every
-gradient and answers; but a worker draws its own model towards the answer only so far
-as it is behind: ``x_i <- (1 - alpha_i) x_i + alpha_i x~``.
+gradient and answers, but a worker blends the answer into its own model with a weight that
+grows with its staleness: ``x_i <- (1 - alpha_i) x_i + alpha_i x~``.
 """
 
 from __future__ import annotations
 
 from math import log, log2
 
-from aladdin_mpi.algorithms.asp import who_steps
+from aladdin_mpi.algorithms.asp import server_optimizer
 from aladdin_mpi.algorithms.registry import register
 from aladdin_mpi.codec.base import GradientCodec
 from aladdin_mpi.exchange.server import ParameterServer
@@ -25,12 +25,12 @@ from aladdin_mpi.worker.worker import Worker
 
 
 def staleness_weight(others: int, workers: int, base: str) -> float:
-    """``alpha_i = 1 - s_i / log n`` with ``s_i = n / c_i``, kept within 0 and 1.
+    """Return ``alpha_i = 1 - s_i / log n`` with ``s_i = n / c_i``, clamped to [0, 1].
 
     Args:
-        others: c_i, updates by other workers since this one's last.
-        workers: n.
-        base: of the logarithm, which the paper does not say: "e" or "2".
+        others: c_i, updates by other workers since this worker's last.
+        workers: n, the number of surviving workers.
+        base: base of the logarithm, "e" or "2"; the paper does not specify it.
     """
     if workers < 2 or others == 0:
         return 0.0
@@ -52,7 +52,7 @@ class ShatWorker(TrainingWorker):
         self.divides = options.normalize == "workers"
 
     def run(self) -> None:
-        """Push ``g_i``, update oneself, wait for ``x~`` and blend it in by its alpha_i."""
+        """Push ``g_i``, update the local model, wait for ``x~`` and blend it in by alpha_i."""
         self.link.open()
         for batch in self.worker.batches():
             g = self.link.push(batch)
@@ -65,32 +65,32 @@ class ShatWorker(TrainingWorker):
 class ShatServer(ServerAlgorithm):
     """``x~ <- x~ - lr g_i`` for every gradient, each answered with x~ and alpha_i.
 
-    ``at_last`` has, for each bucket and worker, the updates at the worker's last answer.
+    ``at_last`` holds, for each bucket and worker, the updates at the worker's last answer.
     """
 
     SAVED = ServerAlgorithm.SAVED | saved("at_last")
 
     def __init__(self, server: ParameterServer, optimizer: Optimizer, options: ShatOptions) -> None:
-        super().__init__(server, *who_steps(server, optimizer, options))
+        super().__init__(server, *server_optimizer(server, optimizer, options))
         self.log = options.log
         self.at_last = {index: [0] * self.n for index in self.applied}
 
     def run(self) -> None:
-        """Update, answer."""
+        """Update the model and answer with alpha_i, for every gradient."""
         for arrival in self.arrivals():
             self.update(arrival)
             alpha = staleness_weight(self._others(arrival), self.server.surviving_workers, self.log)
             self.server.send_model(arrival.worker, arrival.bucket, alpha)
 
     def _others(self, arrival: ReceivedBucket) -> int:
-        """c_i, updates by other workers since this one's last."""
+        """Return c_i, the updates by other workers since this worker's last."""
         index, worker = arrival.bucket.index, arrival.worker
         before = self.at_last[index][worker]
         self.at_last[index][worker] = self.applied[index]
         return self.applied[index] - arrival.count - before
 
     def resize(self, merged: MergedState) -> None:
-        """All workers have just got a model."""
+        """Restore the merged state; all workers have just got a model."""
         super().resize(merged)
         self.at_last = {index: [total] * self.n for index, total in self.applied.items()}
 

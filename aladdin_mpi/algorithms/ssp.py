@@ -1,16 +1,16 @@
-"""SSP, stale synchronous parallel, in two readings.
+"""SSP, stale synchronous parallel, in two variants.
 
-``always``: Ho et al., NIPS 2013. A worker that has finished c steps goes on only if no
-other is more than ``bound`` steps behind, and then reads a model with all updates up to
+``always``: Ho et al., NIPS 2013. A worker that has finished c steps continues only if no
+other lags by more than ``bound`` steps, and then reads a model with all updates up to
 step c - bound.
 
 ``on-bound``: Ko et al., IPDPS 2021. A worker applies its gradients to its own model and
-goes on without the server's, until it is ``bound`` steps past the last one that it took.
+continues without the server's, until it is ``bound`` steps past the last one that it read.
 """
 
 from __future__ import annotations
 
-from aladdin_mpi.algorithms.asp import who_steps
+from aladdin_mpi.algorithms.asp import server_optimizer
 from aladdin_mpi.algorithms.registry import register
 from aladdin_mpi.codec.base import GradientCodec
 from aladdin_mpi.exchange.server import ParameterServer
@@ -25,7 +25,7 @@ from aladdin_mpi.worker.worker import Worker
 
 
 class SspWorker(TrainingWorker):
-    """``x_i <- x~`` after every step, or every bound + 1 steps, and steps alone between."""
+    """``x_i <- x~`` after every step, or every bound + 1 steps with local steps between."""
 
     SAVED = TrainingWorker.SAVED | saved(outbox="link")
 
@@ -40,7 +40,7 @@ class SspWorker(TrainingWorker):
         self.divides = options.normalize == "workers"
 
     def run(self) -> None:
-        """Push ``g_i``; wait for ``x~`` and take it, or go on by oneself."""
+        """Push ``g_i``; wait for ``x~`` and copy it, or step locally."""
         self.link.open()
         for step, batch in enumerate(self.worker.batches(), start=1):
             g = self.link.push(batch)
@@ -56,16 +56,16 @@ class SspWorker(TrainingWorker):
 
 
 class SspServer(ServerAlgorithm):
-    """``x~ <- x~ - lr g_i`` for every gradient, answered when the slowest worker is near."""
+    """``x~ <- x~ - lr g_i`` for every gradient, answered once the slowest worker is near enough."""
 
     def __init__(self, server: ParameterServer, optimizer: Optimizer, options: SspOptions) -> None:
-        super().__init__(server, *who_steps(server, optimizer, options))
+        super().__init__(server, *server_optimizer(server, optimizer, options))
         self.every = 1 if options.pull == "always" else options.bound + 1
         self.clocks = StalenessBound(self.n, server.buckets, options.bound, server.send_model)
 
     def run(self) -> None:
-        """Update; answer every ``every`` steps, once the worker is not too far ahead."""
-        self.clocks.open()  # all begin a segment with the same model
+        """Update the model; answer every ``every`` steps, once the worker is not too far ahead."""
+        self.clocks.open()  # all start a segment with the same model
         answered = {index: [0] * self.n for index in self.applied}
         for arrival in self.arrivals(self.clocks.ended):
             self.update(arrival)

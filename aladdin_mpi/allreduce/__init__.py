@@ -1,1 +1,1 @@
-"""Sums over all ranks, bucket by bucket, while the rank computes."""
+"""All-reduce of gradients, bucket by bucket, overlapping computation."""

@@ -1,4 +1,4 @@
-"""What every way to sum gradients offers, and how those wait that MPI does not wait for."""
+"""The interface of all-reduces, and waiting for libraries outside MPI."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from aladdin_mpi.transport.base import Event, Transport
 
 
 class Buffers:
-    """Puts values into what a library can sum, and sums back into the values.
+    """Buffers that a library can sum, filled from values and copied back to them.
 
     Args:
-        dtype: of the values on the wire.
-        device: where the values live; "meta" with timed computing.
-        moves_bytes: whether real memory is needed, as over MPI, or sizes do.
-        on_device: the library sums where the values live, as NCCL does.
+        dtype: dtype on the wire.
+        device: device of the values; "meta" with simulated computation.
+        moves_bytes: whether the transport needs real memory, as MPI does, or only sizes.
+        on_device: the library sums on the device of the values, as NCCL does.
     """
 
     def __init__(
@@ -36,17 +36,17 @@ class Buffers:
 
     @property
     def name(self) -> str:
-        """The dtype, as it is printed."""
+        """The name of the dtype, for messages."""
         return str(self.dtype).removeprefix("torch.")
 
     def load(self, values: Tensor, key: int) -> tuple[Tensor, Event | None]:
-        """The buffer with ``values`` in it, and the event after which they are there, if any."""
+        """Return the buffer filled with ``values``, and the event of its completion, if any."""
         buffer = self._made.get(key)
         if buffer is None or buffer.numel() != values.numel():
             on_device = self._on_device
             buffer = values.to(self.dtype) if on_device else self._wire.buffer_for(values)
             if buffer is not values:
-                self._made[key] = buffer.zero_()  # timed computing fills it with nothing else
+                self._made[key] = buffer.zero_()  # simulated computation never fills it
         if self._on_device:
             if buffer is not values:
                 buffer.copy_(values)
@@ -54,45 +54,45 @@ class Buffers:
         return buffer, self._wire.encode(values, buffer)
 
     def total(self, buffer: Tensor, key: int) -> Tensor:
-        """Memory for the sum of :meth:`load`'s buffer, for a library that does not add in place."""
+        """Return memory for the sum of a buffer, for a library that does not sum in place."""
         total = self._totals.get(key)
         if total is None or total.numel() != buffer.numel():
             total = self._totals[key] = self.like(buffer)
         return total
 
     def like(self, buffer: Tensor) -> Tensor:
-        """Cleared memory of the same length and kind as one of :meth:`load`'s buffers."""
+        """Return zeroed memory of the same length and kind as ``buffer``."""
         return self._wire.buffer(buffer.numel())
 
     @staticmethod
     def store(buffer: Tensor, values: Tensor) -> None:
-        """Put a sum from :meth:`load`'s buffer into ``values``."""
+        """Copy a sum from a buffer of :meth:`load` into ``values``."""
         if buffer is not values and not values.is_meta:
             values.copy_(buffer, non_blocking=True)
 
 
 LONGEST_NAP = 0.0002
-"""Seconds of sleep, at most, between two looks at an operation of another library."""
+"""Longest sleep between two polls of another library's operation, in seconds."""
 
 
 @dataclass(frozen=True)
 class PendingSum:
-    """A sum that is under way."""
+    """A sum in progress."""
 
     wait: Callable[[], Tensor]
-    """Wait for the sum and return it; to be called once.
+    """Wait for the sum and return it; call once.
 
-    It is in ``values``, or in memory that stays as it is until the next sum with this key begins;
-    the contents of ``values`` are undefined then. The time goes to ``traffic.waiting``. On a GPU
-    the sum is there for the current stream.
+    The result is ``values`` or memory that stays unchanged until the next sum with this key starts;
+    then the contents of ``values`` are undefined. The time is added to ``traffic.waiting``. On a
+    GPU the sum is valid on the current stream.
 
     Raises:
-        WaitTimeoutError: it took longer than the transport's ``timeout``.
+        WaitTimeoutError: the sum took longer than the transport's ``timeout``.
     """
 
 
 class AllReduce(ABC):
-    """Sums slices of the flat gradient over all ranks.
+    """Interface of sums of slices of the flat gradient over all ranks.
 
     Every rank starts the same slices in the same order, waits for all of them, and calls
     no collective of the transport in between.
@@ -105,27 +105,27 @@ class AllReduce(ABC):
 
     @abstractmethod
     def start(self, values: Tensor, key: int) -> PendingSum:
-        """Begin to sum ``values`` over all ranks.
+        """Start summing ``values`` over all ranks.
 
         Args:
-            values: a contiguous fp32 slice of a flat vector, left alone until the
-                sum is there, which may be put into it.
-            key: the number of the bucket, not that of another sum under way.
+            values: contiguous slice of a flat vector, not to be modified before the sum
+                is complete, which may be written into it.
+            key: index of the bucket; only one sum in progress may have it.
         """
 
     @abstractmethod
     def describe(self) -> str:
-        """What does the work, in a few words."""
+        """Return a short description of the method, for the log."""
 
-    def abandon(self, dead: int) -> None:
-        """End the waits for sums with :class:`PeerFailedError`: the rank ``dead`` has failed.
+    def abandon(self, failed_rank: int) -> None:
+        """End waits for sums with :class:`PeerFailedError`, as ``failed_rank`` has failed.
 
-        Also called by handlers. Collectives end by themselves.
+        Also called by handlers. Does nothing by default, as collectives end by themselves.
         """
         return
 
     def close(self) -> None:
-        """End it, on every rank, when nothing is under way."""
+        """Close on every rank, when no sum is in progress. Does nothing by default."""
         return
 
 
@@ -136,10 +136,10 @@ def timeout_of(transport: Transport) -> float | None:
 
 
 def wait_until(done: Callable[[], bool], transport: Transport, what: str) -> None:
-    """Sleep until ``done()``; the time goes to the transport's ``traffic.waiting``.
+    """Sleep until ``done()``; the time is added to the transport's ``traffic.waiting``.
 
     Raises:
-        WaitTimeoutError: it took longer than the transport's ``timeout``; it names ``what``.
+        WaitTimeoutError: the wait for ``what`` took longer than the transport's ``timeout``.
     """
     limit = timeout_of(transport)
     start = time.perf_counter()

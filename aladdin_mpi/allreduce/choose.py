@@ -1,4 +1,4 @@
-"""Which library sums the gradients."""
+"""Selection of the library that sums gradients."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from aladdin_mpi.allreduce.messages import DirectAllReduce, RingAllReduce, Singl
 from aladdin_mpi.allreduce.torch_distributed import TorchAllReduce
 from aladdin_mpi.control.exchange import broadcast, gather
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.options.algorithms import OUTLAST_DEATHS
+from aladdin_mpi.options.algorithms import FAULT_TOLERANT_ALLREDUCES
 from aladdin_mpi.transport.base import Transport
 
 SHORT = 512 * 1024
-"""Bytes up to which MPI's own all-reduce is used between hosts. It takes fewer messages than a ring
-(`benchmarks.allreduce --hosts 4 --ranks 4 8 --megabytes 0.1 1`): 100 KB took 1.9 ms and not 3.1
-with a rank on each of four hosts, 7 ms and not 40 with two; 1 MB took as long, or longer."""
+"""Largest message, in bytes, for which MPI's own all-reduce is used between hosts.
+It takes fewer messages than a ring: measured with `benchmarks.allreduce --hosts 4 --ranks 4 8
+--megabytes 0.1 1`, 100 KB took 1.9 ms instead of 3.1 with a rank on each of four hosts, 7 ms
+instead of 40 with two; 1 MB took as long, or longer."""
 
 
 class BySize(AllReduce):
-    """Sums of up to ``most`` bytes go through ``short``, others through ``long``."""
+    """All-reduce that uses ``short`` for sums of up to ``most`` bytes, otherwise ``long``."""
 
     def __init__(self, short: AllReduce, long: AllReduce, most: int = SHORT) -> None:
         self._short = short
@@ -34,21 +35,21 @@ class BySize(AllReduce):
         self.name = long.name
 
     def start(self, values: Tensor, key: int) -> PendingSum:
-        """See :meth:`AllReduce.start`."""
-        of = self._short if values.nbytes <= self._most else self._long
-        return of.start(values, key)
+        """Start the sum with the all-reduce for its size."""
+        all_reduce = self._short if values.nbytes <= self._most else self._long
+        return all_reduce.start(values, key)
 
     def describe(self) -> str:
-        """See :meth:`AllReduce.describe`."""
+        """Return the descriptions of both all-reduces."""
         return f"{self._long.describe()}; up to {self._most >> 10} KB {self._short.describe()}"
 
-    def abandon(self, dead: int) -> None:
-        """See :meth:`AllReduce.abandon`."""
-        self._short.abandon(dead)
-        self._long.abandon(dead)
+    def abandon(self, failed_rank: int) -> None:
+        """End waits of both all-reduces."""
+        self._short.abandon(failed_rank)
+        self._long.abandon(failed_rank)
 
     def close(self) -> None:
-        """See :meth:`AllReduce.close`."""
+        """Close both all-reduces."""
         self._short.close()
         self._long.close()
 
@@ -64,24 +65,24 @@ def make(
 ) -> AllReduce:
     """Return the all-reduce called ``name``; every rank calls this with the same arguments.
 
-    ``auto`` is NCCL if every rank has a GPU to itself, else :func:`by_transport`'s choice;
-    ``benchmarks/allreduce.py`` measures which is faster on a given machine. In virtual time there
-    are ``ring`` and ``mpi``, which both go around a ring of the modelled network.
+    ``auto`` is NCCL if every rank has its own GPU, otherwise the choice of :func:`by_transport`;
+    ``benchmarks/allreduce.py`` measures which is faster on a given machine. A simulation supports
+    ``ring`` and ``mpi``, which both use a ring of the simulated network.
 
     Args:
         name: one of ``NAMES``.
-        transport: among whose ranks is summed.
-        device: where the gradients live; "meta" with timed computing.
+        transport: transport whose ranks take part.
+        device: device of the gradients; "meta" with simulated computation.
         wire_dtype: torch.float32, torch.float64 or torch.bfloat16.
 
     Raises:
-        UserError: an unknown name, or what it stands for cannot be used on some rank.
+        UserError: an unknown name, or the library cannot be used on some rank.
     """
     if name not in NAMES:
         raise UserError(f"all-reduce: expected one of {', '.join(NAMES)}, got {name!r}")
     if name == "auto":
         name = _best(transport, device)
-    elif transport.models_time and name not in OUTLAST_DEATHS:
+    elif transport.models_time and name not in FAULT_TOLERANT_ALLREDUCES:
         raise UserError(
             f"all-reduce: expected auto, ring or mpi in a simulation, got {name}; use one of "
             "these, or start real ranks with mpirun"
@@ -103,12 +104,12 @@ def make(
 def by_transport(
     name: str, transport: Transport, device: torch.device, wire_dtype: torch.dtype
 ) -> AllReduce:
-    """Return the all-reduce that needs no other library; ``name`` is one of ``OUTLAST_DEATHS``.
+    """Return an all-reduce that needs no other library.
 
-    ``auto`` is the ring between hosts, but for what is short, and the engine's own all-reduce on
-    one host, where MPI's goes through shared memory, and in virtual time, where it is a ring too.
-    bf16, which would be rounded at each rank of a ring, goes from rank to rank at once. The other
-    arguments are those of :func:`make`.
+    ``name`` is one of ``FAULT_TOLERANT_ALLREDUCES``. ``auto`` is the ring between hosts, except for
+    short messages; on one host, where MPI uses shared memory, and in simulations it is the engine's
+    own all-reduce. bf16, which a ring would round at each rank, is sent directly between all
+    ranks. The other arguments are those of :func:`make`.
     """
     if wire_dtype == torch.bfloat16:
         return DirectAllReduce(transport, device, wire_dtype)
@@ -126,20 +127,20 @@ def _best(transport: Transport, device: torch.device) -> str:
         return "auto"
     nccl = device.type == "cuda" and torch_distributed.obstacle(device) is None
     mine = [transport.host, accelerator.identity(device)] if nccl else None
-    everyone = gather(transport, mine)
-    return str(broadcast(transport, "torch" if _are_apart(everyone) else "auto"))
+    gpus = gather(transport, mine)
+    return str(broadcast(transport, "torch" if _are_apart(gpus) else "auto"))
 
 
 def _are_apart(gpus: Sequence[list[str] | None]) -> bool:
-    """Return whether every rank has a GPU of its own, by the GPUs' identities.
+    """Return whether every rank has its own GPU.
 
-    Not by their numbers: each task may see its own alone, as number 0.
+    Compares GPU identities, not numbers: each task may see only its own GPU, as number 0.
     """
     return None not in gpus and len({tuple(gpu or ()) for gpu in gpus}) == len(gpus)
 
 
 def _check(name: str, transport: Transport, obstacle: str | None) -> None:
-    """Raise UserError on every rank if there is an obstacle on any."""
+    """Raise UserError on every rank if any rank has an obstacle."""
     hindered = int(broadcast(transport, sum(gather(transport, obstacle is not None))))
     if obstacle is not None:
         raise UserError(f"all-reduce {name}: {obstacle}")

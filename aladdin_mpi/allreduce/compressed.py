@@ -1,4 +1,4 @@
-"""The sum of compressed gradients: everyone gathers everyone's (Lin et al., ICLR 2018)."""
+"""The sum of compressed gradients by an all-gather (Lin et al., ICLR 2018)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aladdin_mpi.transport.base import EVENT_POLL, Event, Request, Transport
 
 
 def packed_length(codec: DeepGradientCompression, bucket: Bucket, samples: int) -> int:
-    """Return the length of every rank's part, in values of the wire's dtype.
+    """Return the length of every rank's message, in values of the wire's dtype.
 
     It depends on the share of values that is sent at ``samples``, the same on all ranks.
     """
@@ -26,7 +26,7 @@ def packed_length(codec: DeepGradientCompression, bucket: Bucket, samples: int) 
 
 
 def pack(codec: DeepGradientCompression, message: Tensor, part: Tensor) -> None:
-    """Put ``message``, with its length in front, into ``part``, which has the packed length."""
+    """Write ``message``, preceded by its length, into ``part``, which has the packed length."""
     if message.is_meta or codec.plain.device.type == "meta":
         return
     head = index_values(codec.dtype)
@@ -42,42 +42,43 @@ def add_packed(
     target: Tensor,
     alpha: float = 1.0,
 ) -> None:
-    """``target <- target + alpha * sum of the gradients`` in ``gathered``, in rank order.
+    """Compute ``target <- target + alpha * sum of the gradients`` in ``gathered``, in rank order.
 
     ``gathered`` holds ``parts`` packed messages about ``bucket``; ``codec`` is any rank's.
     """
     if target.is_meta:
         return
     head = index_values(codec.dtype)
-    there, _ = codec.plain.fetch(gathered)
-    for here, part in zip(gathered.view(parts, -1), there.view(parts, -1), strict=True):
-        length = int(here[:head].view(index_dtype(codec.dtype)))
+    on_device, _ = codec.plain.fetch(gathered)
+    for header, part in zip(gathered.view(parts, -1), on_device.view(parts, -1), strict=True):
+        length = int(header[:head].view(index_dtype(codec.dtype)))
         codec.add(bucket, part[head : head + length], target, alpha)
 
 
-UNDER_WAY = 2
-"""Collectives under way at a time. With one the links idle from its end on one rank to the start
-of the next on another; with more the first ones end later (docs/design/algorithm-choices.md)."""
+IN_FLIGHT = 2
+"""Largest number of collectives in flight. With 1 the links idle between the end on one rank and
+the next start on another; with more, the first ones end later (docs/design/algorithm-choices.md).
+"""
 
 
 class InOrder:
-    """A queue of collectives: first in, first out.
+    """A first-in, first-out queue of collectives.
 
-    One whose buffer is still being filled holds up those behind. All ranks have to put the same
-    ones in the same order, and may start no others meanwhile.
+    A collective whose buffer is still being filled blocks those after it. All ranks must enqueue
+    the same ones in the same order, and may start no others at the same time.
 
     Args:
-        most: collectives under way at a time; None: as many as there are.
+        most: largest number of collectives in flight; None: no limit.
     """
 
-    def __init__(self, transport: Transport, most: int | None = UNDER_WAY) -> None:
+    def __init__(self, transport: Transport, most: int | None = IN_FLIGHT) -> None:
         self._transport = transport
         self._most = most
         self._held: deque[Queued] = deque()
-        self._under_way: list[Request] = []
+        self._in_flight: list[Request] = []
 
     def put(self, start: Callable[[], Request], after: Event | None) -> Queued:
-        """Call ``start`` when its turn has come and ``after`` has happened, if there is one."""
+        """Enqueue ``start``; call it in turn, once the event ``after`` (if any) has occurred."""
         queued = Queued(start, after)
         with self._transport.atomic():
             self._held.append(queued)
@@ -87,28 +88,28 @@ class InOrder:
         return queued
 
     def _launch(self) -> None:
-        """Start as many as may be. Also called, by any thread, when one has ended."""
-        # Whoever starts one: the next must not overtake it.
+        """Start as many as the limit allows. Any thread may call this after a collective's end."""
+        # Atomic, so that no other thread starts the next collective before this one.
         with self._transport.atomic():
-            self._under_way = [request for request in self._under_way if not request.done]
-            while not self._are_most(self._under_way) and self._held and self._held[0].is_ready:
+            self._in_flight = [request for request in self._in_flight if not request.done]
+            while not self._is_full(self._in_flight) and self._held and self._held[0].is_ready:
                 queued = self._held.popleft()
                 queued.request = queued.start()
                 if self._most is not None and not queued.request.done:
-                    self._under_way.append(queued.request)
+                    self._in_flight.append(queued.request)
                     self._transport.when_done(queued.request, self._launch)
 
-    def _are_most(self, under_way: list[Request]) -> bool:
-        return self._most is not None and len(under_way) >= self._most
+    def _is_full(self, in_flight: list[Request]) -> bool:
+        return self._most is not None and len(in_flight) >= self._most
 
     def wait(self, queued: Queued) -> None:
-        """Wait until it has ended."""
+        """Wait until a queued collective has ended."""
         self._launch()
         while queued.request is None:
-            # Not started: it is behind others, or behind a copy from the GPU.
-            under_way = self._under_way  # which a handler may replace meanwhile
-            if self._are_most(under_way):
-                self._transport.wait_any(under_way)
+            # Not started: other collectives or a copy from the GPU come first.
+            in_flight = self._in_flight  # a handler may replace the list during the wait
+            if self._is_full(in_flight):
+                self._transport.wait_any(in_flight)
             else:
                 self._transport.sleep(EVENT_POLL)
             self._launch()
@@ -117,7 +118,7 @@ class InOrder:
 
 @dataclass(eq=False)
 class Queued:
-    """A collective that has been put into the queue."""
+    """A collective in the queue."""
 
     start: Callable[[], Request]
     after: Event | None
@@ -125,17 +126,17 @@ class Queued:
 
     @property
     def is_ready(self) -> bool:
-        """Whether its buffer is filled."""
+        """Whether the collective's buffer is filled."""
         return self.after is None or self.after.query()
 
 
 class CompressedAllReduce(AllReduce):
-    """Compresses each slice and gathers all ranks' with the transport's all-gather.
+    """Sum of compressed slices, collected by the transport's all-gather.
 
     Args:
-        layout: whose buckets the keys are.
-        codec: this rank's, with what it has not sent yet.
-        samples: returns the number of the run's sample that the current gradients start at.
+        layout: layout whose bucket indices are the keys.
+        codec: this rank's codec, which keeps the residual.
+        samples: returns the sample number at which the current gradients start.
     """
 
     name = "gather"
@@ -152,43 +153,43 @@ class CompressedAllReduce(AllReduce):
         self._codec = codec
         self._samples = samples
         self._order = InOrder(transport, most=None)
-        self._rooms: dict[int, _BucketBuffers] = {}
+        self._buffers: dict[int, _BucketBuffers] = {}
 
     def start(self, values: Tensor, key: int) -> PendingSum:
-        """See :meth:`AllReduce.start`; what is left out of ``values`` stays in the codec."""
+        """Start the sum; what is left out of ``values`` stays in the codec."""
         bucket, codec = self._layout.buckets[key], self._codec
         samples = self._samples()
         length = packed_length(codec, bucket, samples)
-        room = self._rooms.get(key)
-        if room is None or room.part.numel() != length:
-            room = self._rooms[key] = _BucketBuffers(
+        buffers = self._buffers.get(key)
+        if buffers is None or buffers.part.numel() != length:
+            buffers = self._buffers[key] = _BucketBuffers(
                 codec.buffer(bucket.numel),
                 codec.plain.buffer(length),
                 codec.plain.buffer(length * self._transport.size),
             )
-        message, event = codec.compress(bucket, values, samples, room.message)
+        message, event = codec.compress(bucket, values, samples, buffers.message)
 
         def gather() -> Request:
-            pack(codec, message, room.part)
-            return self._transport.iallgather(room.part, room.gathered)
+            pack(codec, message, buffers.part)
+            return self._transport.iallgather(buffers.part, buffers.gathered)
 
         queued = self._order.put(gather, event)
 
         def wait() -> Tensor:
             self._order.wait(queued)
             clear(values)
-            add_packed(codec, bucket, room.gathered, self._transport.size, values)
+            add_packed(codec, bucket, buffers.gathered, self._transport.size, values)
             return values
 
         return PendingSum(wait)
 
     def describe(self) -> str:
-        """See :meth:`AllReduce.describe`."""
+        """Return a short description of the method."""
         return "all-gather of compressed gradients"
 
 
 class _BucketBuffers(NamedTuple):
-    """A bucket's memory: its message, that brought to everyone's length, and everyone's."""
+    """A bucket's buffers: its message, the message padded to the common length, and all ranks'."""
 
     message: Tensor
     part: Tensor

@@ -18,13 +18,13 @@ from aladdin_mpi.transport.collectives import allreduce_bytes
 BUILD = "run `make horovod` (tools/build-horovod.sh)"
 
 _users = 0
-"""Objects of this process that are open: Horovod is started and ended for all at once."""
+"""Number of open objects of this process, which share one start and end of Horovod."""
 
 
 def obstacle(device: torch.device, wire_dtype: torch.dtype) -> str | None:
-    """Why Horovod cannot be used here, and what to do; None if it can.
+    """Return the reason and the remedy if Horovod cannot be used here; None if it can.
 
-    Does not start it, nor load it where that would load a second MPI.
+    Does not start Horovod, nor load it if that would load a second MPI.
     """
     if wire_dtype == torch.bfloat16:
         return f"Horovod 0.28 cannot sum {wire_dtype}; use --wire fp32, or the backend mpi"
@@ -50,17 +50,17 @@ def obstacle(device: torch.device, wire_dtype: torch.dtype) -> str | None:
 
 
 def library() -> Path | None:
-    """Horovod's compiled part for torch, found without loading it."""
+    """Return the path of Horovod's compiled part for torch, without loading it; None: missing."""
     package = find_spec("horovod")
     folders = package.submodule_search_locations if package else None
-    found = [p for folder in folders or () for p in Path(folder).glob("torch/mpi_lib_v2*.so")]
-    return found[0] if found else None
+    files = [p for folder in folders or () for p in Path(folder).glob("torch/mpi_lib_v2*.so")]
+    return files[0] if files else None
 
 
 def _mpi_of(compiled: Path) -> str | None:
-    """The MPI library that a compiled file asks for, such as ``libmpi.so.40``."""
-    found = re.search(rb"\0(libmpi\w*\.so\.\d+)\0", compiled.read_bytes())
-    return found[1].decode() if found else None
+    """Return the MPI library that a compiled file requires, such as ``libmpi.so.40``."""
+    match = re.search(rb"\0(libmpi\w*\.so\.\d+)\0", compiled.read_bytes())
+    return match[1].decode() if match else None
 
 
 def _horovod() -> Any:
@@ -70,10 +70,10 @@ def _horovod() -> Any:
 
 
 class HorovodAllReduce(AllReduce):
-    """Sums in ``dtype`` by ``horovod.torch``, whose own thread does the work.
+    """All-reduce in ``dtype`` by ``horovod.torch``, which has its own communication thread.
 
     Raises:
-        UserError: Horovod does not see the transport's ranks.
+        UserError: Horovod's rank or size differs from the transport's.
     """
 
     name = "horovod"
@@ -95,7 +95,7 @@ class HorovodAllReduce(AllReduce):
         self._buffers = Buffers(dtype, device, moves_bytes=True, on_device=on_device)
 
     def start(self, values: Tensor, key: int) -> PendingSum:
-        """See :meth:`AllReduce.start`."""
+        """Start the sum in Horovod's thread."""
         buffer, _ = self._buffers.load(values, key)
         self._transport.traffic.bytes_sent += allreduce_bytes(buffer.nbytes, self._transport.size)
         handle = self._hvd.allreduce_async_(buffer, op=self._hvd.Sum, name=f"bucket {key}")
@@ -110,15 +110,15 @@ class HorovodAllReduce(AllReduce):
         return PendingSum(wait)
 
     def describe(self) -> str:
-        """See :meth:`AllReduce.describe`."""
+        """Return Horovod's version and its communication library."""
         import horovod
 
         over = "NCCL" if self._hvd.nccl_built() else "MPI"
         return f"Horovod {horovod.__version__} over {over}: all-reduce in {self._buffers.name}"
 
     def close(self) -> None:
-        """See :meth:`AllReduce.close`."""
+        """Shut Horovod down with the last open object of this process."""
         global _users
         _users -= 1
         if _users == 0:
-            self._hvd.shutdown()  # else its thread would still call MPI after MPI has ended
+            self._hvd.shutdown()  # otherwise its thread would call MPI after MPI has ended

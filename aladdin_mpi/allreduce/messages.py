@@ -19,7 +19,7 @@ from aladdin_mpi.transport.group import Stepper
 
 
 class SingleAllReduce(AllReduce):
-    """Sums in ``dtype`` by the transport's own all-reduce, over MPI into memory of its own."""
+    """The transport's own all-reduce in ``dtype``, with MPI into a separate buffer."""
 
     name = "mpi"
 
@@ -30,7 +30,7 @@ class SingleAllReduce(AllReduce):
         self._order = InOrder(transport, most=None)
 
     def start(self, values: Tensor, key: int) -> PendingSum:
-        """See :meth:`AllReduce.start`."""
+        """Start the transport's all-reduce in its turn."""
         buffer, event = self._buffers.load(values, key)
         total = self._buffers.total(buffer, key) if self._moves_bytes else None
         queued = self._order.put(lambda: self._transport.iallreduce(buffer, total), event)
@@ -38,7 +38,7 @@ class SingleAllReduce(AllReduce):
         def wait() -> Tensor:
             self._order.wait(queued)
             result = buffer if total is None else total
-            if buffer is values:  # on the CPU the sum stays where it is
+            if buffer is values:  # on the CPU the sum is returned without a copy
                 return result
             Buffers.store(result, values)
             return values
@@ -46,35 +46,35 @@ class SingleAllReduce(AllReduce):
         return PendingSum(wait)
 
     def describe(self) -> str:
-        """See :meth:`AllReduce.describe`."""
+        """Return the network and the dtype."""
         return describe(self._transport, f"all-reduce in {self._buffers.name}")
 
 
 class _MessageAllReduce(AllReduce):
-    """Sums by messages between ranks, which end with PeerFailedError when a rank fails."""
+    """Sums by messages between ranks, which end with PeerFailedError if a rank fails."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._under_way: list[_DirectSum | _Sum] = []
-        self._dead: int | None = None
+        self._in_progress: list[_DirectSum | _Sum] = []
+        self._failed_rank: int | None = None
 
-    def abandon(self, dead: int) -> None:
-        """See :meth:`AllReduce.abandon`."""
-        self._dead = dead
-        for pending in list(self._under_way):
+    def abandon(self, failed_rank: int) -> None:
+        """End the waits of all sums in progress."""
+        self._failed_rank = failed_rank
+        for pending in list(self._in_progress):
             pending.abandon()
 
     def _check(self) -> None:
-        """Raise PeerFailedError after a failure; abandon what has been sent since, too."""
-        if self._dead is not None:
-            self.abandon(self._dead)
-            raise PeerFailedError(self._dead, "")
+        """Raise PeerFailedError after a failure; also abandon messages sent since then."""
+        if self._failed_rank is not None:
+            self.abandon(self._failed_rank)
+            raise PeerFailedError(self._failed_rank, "")
 
 
 class DirectAllReduce(_MessageAllReduce):
-    """Sums the wire's values in fp32: a reduce-scatter and an all-gather, each in one round.
+    """Sum of the wire's values in fp32: a reduce-scatter and an all-gather, one round each.
 
-    Every rank gets the same bits: the sum of everyone's rounded values, rounded once more.
+    All ranks get a bit-identical result: the sum of all ranks' rounded values, rounded once more.
     ``tags`` are those of the two rounds.
     """
 
@@ -90,27 +90,27 @@ class DirectAllReduce(_MessageAllReduce):
         super().__init__(transport)
         self._scatter, self._gather = tags
         self._buffers = Buffers(wire_dtype, device, transport.needs_memory)
-        self._spaces: dict[int, _Space] = {}
+        self._spaces: dict[int, _Partition] = {}
         self._scattering: deque[_DirectSum] = deque()
 
     def start(self, values: Tensor, key: int) -> PendingSum:
-        """See :meth:`AllReduce.start`."""
+        """Start the reduce-scatter."""
         self._check()
         self._advance()
         buffer, event = self._buffers.load(values, key)
         space = self._spaces.get(key)
         if space is None or space.gathered.numel() != values.numel():
             gathered = self._buffers.like(buffer)
-            space = self._spaces[key] = _Space(self._transport, buffer, gathered)
+            space = self._spaces[key] = _Partition(self._transport, buffer, gathered)
         pending = _DirectSum(self._transport, values, buffer, event, space)
-        self._under_way.append(pending)
+        self._in_progress.append(pending)
         self._exchange(pending)
         self._scattering.append(pending)
         self._check()
         return PendingSum(partial(self._finish, pending))
 
     def _exchange(self, pending: _DirectSum) -> None:
-        """Send everyone's part to its owner; post the receives."""
+        """Send each rank its part of the buffer, and post the receives."""
         transport, space = self._transport, pending.space
         for peer in space.peers:
             own = space.received[peer]
@@ -125,10 +125,10 @@ class DirectAllReduce(_MessageAllReduce):
                 pending.others.append(send)
 
     def _await_sums(self, pending: _DirectSum) -> None:
-        """Post the receives of the second half.
+        """Post the receives of the all-gather.
 
-        The last sums may still be on their way from there to the device. They are no more when the
-        event has happened, before which the device had to take them in.
+        The device may still be reading the previous sums from that memory, but not once the event
+        has occurred, since that copy precedes it on the device.
         """
         space = pending.space
         for peer in space.peers:
@@ -137,7 +137,7 @@ class DirectAllReduce(_MessageAllReduce):
                 pending.others.append(self._transport.irecv(gathered, peer, self._gather))
 
     def _advance(self) -> None:
-        """Send the sums, in order, of which every rank's share has come."""
+        """Send, in order, the sums for which every rank's part has arrived."""
         while self._scattering:
             first = self._scattering[0]
             if first.event is not None and not first.event.query():
@@ -147,7 +147,7 @@ class DirectAllReduce(_MessageAllReduce):
             self._reduce(self._scattering.popleft())
 
     def _reduce(self, pending: _DirectSum) -> None:
-        """Add this rank's part and send the sum to everyone."""
+        """Add this rank's part and send the sum to all ranks."""
         transport, space = self._transport, pending.space
         if pending.event is not None:
             self._await_sums(pending)
@@ -159,7 +159,7 @@ class DirectAllReduce(_MessageAllReduce):
         pending.reduced = True
 
     def _finish(self, pending: _DirectSum) -> Tensor:
-        """Wait for one sum; the second half of those before it has to begin first."""
+        """Wait for one sum, after starting the all-gathers of earlier ones."""
         while not pending.reduced:
             first = self._scattering[0]
             if first.event is not None:
@@ -169,40 +169,40 @@ class DirectAllReduce(_MessageAllReduce):
             self._advance()
         self._transport.wait(*pending.others)
         self._check()
-        self._under_way.remove(pending)
+        self._in_progress.remove(pending)
         Buffers.store(pending.space.gathered, pending.values)
         self._advance()
         return pending.values
 
     def describe(self) -> str:
-        """See :meth:`AllReduce.describe`."""
+        """Return the network and the dtype."""
         return describe(self._transport, f"messages in {self._buffers.name}, added in float32")
 
 
 @dataclass(eq=False)
 class _DirectSum:
-    """``own`` are the receives of the first half, ``others`` all that has to end besides."""
+    """A sum in progress; ``own``: receives of the first half, ``others``: all other requests."""
 
     transport: Transport
     values: Tensor
     buffer: Tensor
     event: Event | None
-    space: _Space
+    space: _Partition
     own: list[Request] = field(default_factory=list)
     others: list[Request] = field(default_factory=list)
     reduced: bool = False
 
     def abandon(self) -> None:
-        """Have the waits for it end."""
+        """End the waits for this sum."""
         for request in (*self.own, *self.others):
             self.transport.abandon(request)
 
 
-class _Space:
-    """How a bucket is dealt to the ranks, and the memory that its messages come into.
+class _Partition:
+    """The division of a bucket among the ranks, and receive buffers for its messages.
 
-    ``peers`` are the other ranks, the next one first, so that all do not send to one at
-    once. ``parts[i]`` is rank i's part, ``received[i]`` what rank i sends of this rank's.
+    ``peers`` are the other ranks, starting at the next one, so that not all send to the same rank
+    at once. ``parts[i]`` is rank i's part, ``received[i]`` what rank i sends of this rank's part.
     """
 
     def __init__(self, transport: Transport, buffer: Tensor, gathered: Tensor) -> None:
@@ -216,11 +216,11 @@ class _Space:
         self.received = {peer: torch.zeros_like(own) for peer in self.peers}
 
     def size(self, rank: int) -> int:
-        """Values in the part of ``rank``."""
+        """Return the number of values in the part of ``rank``."""
         return self.parts[rank].stop - self.parts[rank].start
 
     def add(self, buffer: Tensor, total: Tensor) -> None:
-        """Put the sum of this rank's part into ``total``; in rank order, so as to be repeatable."""
+        """Write the sum of this rank's part into ``total``, in rank order for reproducibility."""
         if total.is_meta:
             return
         own = buffer[self.parts[self.rank]]
@@ -232,24 +232,24 @@ class _Space:
 
 
 def describe(transport: Transport, how: str) -> str:
-    """What adds up, and over which network."""
+    """Return a description with the network."""
     return f"{'virtual network' if transport.models_time else 'MPI'}: {how}"
 
 
 FIRST_TAG = 10_000
 TAGS = 5_000
-"""A bucket's messages have a tag of their own, so that the sums of several go on side by side."""
+"""Number of tags: each bucket has its own, so that several sums can be in progress."""
 GENERATIONS = 4
-"""Of tags: see `RingAllReduce`."""
+"""Number of generations of tags, see `RingAllReduce`."""
 
 
 class RingAllReduce(_MessageAllReduce):
-    """Sums in ``dtype``, in the memory that is sent: on the CPU in the gradient's own.
+    """All-reduce in ``dtype`` around a ring, in the send buffer: on the CPU the gradient itself.
 
-    Every sum is added up in one place and copied from there, so that all ranks get the same bits.
+    Each value is summed on one rank and copied to all, so the results are bit-identical.
 
     Args:
-        generation: differs from that of earlier sums whose messages may still be under way.
+        generation: differs from that of earlier sums whose messages may still be in flight.
     """
 
     name = "ring"
@@ -267,52 +267,52 @@ class RingAllReduce(_MessageAllReduce):
         self._in_order = collectives.HostByHost(transport.hosts)
 
     def start(self, values: Tensor, key: int) -> PendingSum:
-        """See :meth:`AllReduce.start`."""
+        """Start the sum in the bucket's own channel."""
         self._check()
         buffer, event = self._buffers.load(values, key)
         tag = self._first_tag + key % TAGS
         channel = self._in_order(collectives.channel_of(self._transport, tag))
         steps = Stepper(collectives.allreduce(channel, buffer), self._transport)
         pending = _Sum(self._transport, steps, event)
-        self._under_way.append(pending)
+        self._in_progress.append(pending)
         pending.begin()
 
         def wait() -> Tensor:
             while not steps.has_ended:
                 pending.wait_for_step()
                 self._check()
-            self._under_way.remove(pending)
+            self._in_progress.remove(pending)
             Buffers.store(buffer, values)
             return values
 
         return PendingSum(wait)
 
     def describe(self) -> str:
-        """See :meth:`AllReduce.describe`."""
+        """Return the network and the dtype."""
         return describe(self._transport, f"messages around a ring, added in {self._buffers.name}")
 
 
 @dataclass(eq=False)
 class _Sum:
-    """One sum: as soon as a step's messages have ended, by whichever thread, the next begins."""
+    """One sum: the thread that completes a step's messages starts the next step."""
 
     transport: Transport
     steps: Stepper
     event: Event | None
 
     def abandon(self) -> None:
-        """Have the waits for it end."""
+        """End the waits for this sum."""
         self.steps.abandon()
 
     def begin(self) -> None:
-        """Once the values have come from the device."""
+        """Start once the values have been copied from the device."""
         if self.event is None:
             self.steps.advance()
         else:
             self.transport.when_done(self.event, self.steps.advance)
 
     def wait_for_step(self) -> None:
-        """Wait for the messages of the current step, and begin the next one."""
+        """Wait for the messages of the current step, and start the next one."""
         if self.event is not None:
             await_event(self.transport, self.event)
         self.transport.wait(*self.steps.awaited)

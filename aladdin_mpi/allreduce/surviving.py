@@ -1,13 +1,13 @@
-"""Sums that outlast the death of ranks: those that live repeat the step that was under way.
+"""Sums that tolerate failures: surviving ranks repeat the step that was in progress.
 
-A rank may have all sums of a step when another learns, in the middle of them, that a third has
-died. Neither can be more than one step ahead of the other, since every sum needs both. So the
-living tell rank 0 how many steps they have completed. Where one has the step that others lack, it
-sends them its sums, with the dead rank's gradients in them; where none has, all sum again, without
-the dead. In either case every one of them goes on with the same bits.
+A rank may have all sums of a step when another rank detects, in the middle of them, that a third
+has failed. Neither can be more than one step ahead of the other, since every sum needs both. So
+surviving ranks report the number of steps they have completed to rank 0. If a rank has sums that
+others lack, it sends them, including the failed rank's gradients; if none has them, all repeat
+the step without the failed rank. In either case all surviving ranks continue bit-identically.
 
-Until the first death the engine's collectives may add up. They need all ranks, so after it
-messages do.
+Until the first failure the engine's collectives can be used. They need all ranks, so after it
+messages between ranks replace them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from aladdin_mpi.flat.vectors import copy
 from aladdin_mpi.transport.base import Transport, wait_ended
 from aladdin_mpi.transport.group import PartOfRanks
 
-GONE = -1
-"""In place of a rank's number of steps: it takes no part any more."""
+INACTIVE = -1
+"""Replaces the number of steps of a rank that has failed or ended."""
 
 
 class Sums(NamedTuple):
@@ -40,26 +40,26 @@ class Sums(NamedTuple):
     ranks: Sequence[int]
 
 
-class _Begun(NamedTuple):
-    """``values`` is the rank's own part, ``pending`` None where the sum could not begin."""
+class _StartedSum(NamedTuple):
+    """A started sum: ``values`` is this rank's part; ``pending`` is None if it could not start."""
 
     bucket: Bucket
     values: Tensor
     pending: PendingSum | None
 
 
-class _Agreed(NamedTuple):
-    """``steps`` that each rank has completed, by rank; ``all_end``: no one lacks any."""
+class _Agreement(NamedTuple):
+    """``steps`` completed by each rank; ``all_end``: all ranks are at the end of the segment."""
 
     steps: list[int]
     all_end: bool
 
 
 class SurvivingSums:
-    """The sums of one step after another, all buckets of a step or none.
+    """The sums of one step after another: all buckets of a step, or none.
 
-    Every rank of ``transport`` takes part, rank 0 to the end. ``new_vector`` makes a flat vector
-    where the gradients live; two are needed.
+    Every rank of ``transport`` takes part; rank 0 must not fail. ``new_vector`` makes a flat vector
+    on the gradients' device; two are needed.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class SurvivingSums:
         self._transport = transport
         self._layout = layout
         self._wire_dtype = wire_dtype
-        # Of two steps, since the sums of the last one may be asked for while the next is under way.
+        # Two, since a rank may request the sums of the last step during the next one.
         self._totals = [new_vector(), new_vector()]
         self._device = self._totals[0].device
         self._members = list(range(transport.size))
         self._generation = 0
         self._steps = 0
-        self._begun: list[_Begun] = []
+        self._started: list[_StartedSum] = []
         self._is_broken = False
         self._all_reduce = self._make()
         transport.on_failure(self._lose)
@@ -95,28 +95,28 @@ class SurvivingSums:
         return DirectAllReduce(part, self._device, dtype, of_generation(self._generation))
 
     def describe(self) -> str:
-        """What adds up, in a few words."""
+        """Return a short description of the method."""
         return f"{self._all_reduce.describe()}; among those that live if workers die"
 
     def close(self) -> None:
-        """See :meth:`AllReduce.close`."""
+        """Close the all-reduce in use."""
         self._all_reduce.close()
 
     # -- a step ---------------------------------------------------------------------------
     def start(self, values: Tensor, bucket: Bucket) -> None:
-        """Begin to sum ``values``, which must stay as they are until :meth:`finish` has the sum."""
+        """Start summing ``values``, which must not change before :meth:`finish` returns the sum."""
         pending = None
         if not self._is_broken:
             total = bucket.of(self._totals[self._steps % 2])
             copy(total, values)
             try:
                 pending = self._all_reduce.start(total, bucket.index)
-            except PeerFailedError:  # not out of backward: finish() sees to it
+            except PeerFailedError:  # handled by finish(), not raised out of backward
                 self._is_broken = True
-        self._begun.append(_Begun(bucket, values, pending))
+        self._started.append(_StartedSum(bucket, values, pending))
 
     def finish(self) -> Sums:
-        """Wait for the step's sums, which are put into the values that were given to be summed."""
+        """Wait for the step's sums, which are written into the values passed to :meth:`start`."""
         has_sums, ranks = False, self._members
         while not has_sums:
             ranks = self._members
@@ -126,65 +126,65 @@ class SurvivingSums:
             except PeerFailedError:
                 has_sums = self._recover()
         totals = self._totals[self._steps % 2]
-        summed = [(bucket, values) for bucket, values, _ in self._begun]
+        summed = [(bucket, values) for bucket, values, _ in self._started]
         for bucket, values in summed:
             copy(values, bucket.of(totals))
         self._steps += 1
-        self._begun.clear()
+        self._started.clear()
         return Sums(summed, ranks)
 
     def _complete(self) -> None:
         """Wait for all sums.
 
         Raises:
-            PeerFailedError: a rank died before all had come.
+            PeerFailedError: a rank failed before all sums were complete.
         """
-        dead = self._transport.failed.intersection(self._members)
-        if self._is_broken or dead:
-            raise PeerFailedError(min(dead, default=COORDINATOR), "")
+        failed = self._transport.failed.intersection(self._members)
+        if self._is_broken or failed:
+            raise PeerFailedError(min(failed, default=COORDINATOR), "")
         totals = self._totals[self._steps % 2]
-        for bucket, _, pending in self._begun:
+        for bucket, _, pending in self._started:
             assert pending is not None
             result, total = pending.wait(), bucket.of(totals)
             if result.data_ptr() != total.data_ptr():
                 copy(total, result)
 
     def settle(self) -> None:
-        """The segment is over for this rank: stay until no one needs its sums any more."""
-        agreed = self._agree(is_at_end=True)
-        while not agreed.all_end:
-            self._regroup(agreed)
-            self._give(agreed)
-            agreed = self._agree(is_at_end=True)
+        """End the segment: wait until no rank needs this rank's sums any more."""
+        agreement = self._agree(is_at_end=True)
+        while not agreement.all_end:
+            self._regroup(agreement)
+            self._send_last_sums(agreement)
+            agreement = self._agree(is_at_end=True)
 
-    # -- after a death ----------------------------------------------------------------------
+    # -- after a failure --------------------------------------------------------------------
     def _lose(self, rank: int) -> None:
-        """Also a sum with the living is left: they may have left it."""
+        """Abandon sums in progress, even with surviving ranks: they may have abandoned them too."""
         if rank in self._members:
             self._all_reduce.abandon(rank)
 
     def _recover(self) -> bool:
-        """Go on without the dead; whether another rank had this step's sums."""
+        """Regroup without failed ranks; return whether another rank had this step's sums."""
         while True:
-            agreed = self._agree(is_at_end=False)
-            self._regroup(agreed)
+            agreement = self._agree(is_at_end=False)
+            self._regroup(agreement)
             try:
-                if max(agreed.steps) > self._steps:
-                    self._take(agreed)
+                if max(agreement.steps) > self._steps:
+                    self._receive_sums(agreement)
                     return True
             except PeerFailedError:
-                continue  # who had them has died as well
-            self._give(agreed)
-            self._begin_again()
+                continue  # the rank that had them has failed as well
+            self._send_last_sums(agreement)
+            self._restart()
             return False
 
-    def _begin_again(self) -> None:
-        begun, self._begun = self._begun, []
-        for bucket, values, _ in begun:
+    def _restart(self) -> None:
+        started, self._started = self._started, []
+        for bucket, values, _ in started:
             self.start(values, bucket)
 
-    def _agree(self, is_at_end: bool) -> _Agreed:
-        """What rank 0 has been told by all that live."""
+    def _agree(self, is_at_end: bool) -> _Agreement:
+        """Return the numbers of steps that rank 0 has collected from all surviving ranks."""
         mine = torch.tensor([self._steps, is_at_end])
         answer = torch.zeros(1 + self._transport.size, dtype=torch.int64)
         if self._transport.rank == COORDINATOR:
@@ -193,12 +193,12 @@ class SurvivingSums:
             self._transport.wait(self._transport.isend(mine, COORDINATOR, Tag.STEPS))
             self._transport.wait(self._transport.irecv(answer, COORDINATOR, Tag.STEPS_OF_ALL))
         all_end, *steps = answer.tolist()
-        return _Agreed(steps, bool(all_end))
+        return _Agreement(steps, bool(all_end))
 
     def _gather(self, mine: Tensor) -> Tensor:
-        """At rank 0: everyone's report, given to all."""
+        """Collect all ranks' reports at rank 0 and send them to all."""
         transport = self._transport
-        steps = [GONE] * transport.size
+        steps = [INACTIVE] * transport.size
         steps[COORDINATOR], all_end = mine.tolist()
         for rank in self._members[1:]:
             report = torch.zeros_like(mine)
@@ -208,25 +208,25 @@ class SurvivingSums:
                 all_end = min(all_end, int(report[1]))
         answer = torch.tensor([all_end, *steps])
         for rank in self._members[1:]:
-            if steps[rank] != GONE:
+            if steps[rank] != INACTIVE:
                 with suppress(PeerFailedError):
                     transport.wait(transport.isend(answer, rank, Tag.STEPS_OF_ALL))
         return answer
 
-    def _regroup(self, agreed: _Agreed) -> None:
-        """Sum among those that live, apart from what was sent before."""
-        self._members = [rank for rank, steps in enumerate(agreed.steps) if steps != GONE]
+    def _regroup(self, agreement: _Agreement) -> None:
+        """Sum among surviving ranks, with new tags that separate messages from earlier ones."""
+        self._members = [rank for rank, steps in enumerate(agreement.steps) if steps != INACTIVE]
         self._generation += 1
         self._is_broken = False
         self._all_reduce = self._make()
 
-    def _give(self, agreed: _Agreed) -> None:
-        """Send the last step's sums to those that lack them, if that is this rank's to do."""
-        most = max(agreed.steps)
-        if agreed.steps.index(most) != self._transport.rank:
+    def _send_last_sums(self, agreement: _Agreement) -> None:
+        """Send the last step's sums to ranks that lack them, if this rank has them first."""
+        most = max(agreement.steps)
+        if agreement.steps.index(most) != self._transport.rank:
             return
         last = self._totals[(self._steps - 1) % 2]
-        lacking = [rank for rank in self._members if agreed.steps[rank] < most]
+        lacking = [rank for rank in self._members if agreement.steps[rank] < most]
         for bucket in self._layout.buckets:
             values = bucket.of(last)
             if not values.is_meta:
@@ -234,17 +234,17 @@ class SurvivingSums:
             sends = [self._transport.isend(values, rank, Tag.SUMS) for rank in lacking]
             wait_ended(self._transport, sends)
 
-    def _take(self, agreed: _Agreed) -> None:
+    def _receive_sums(self, agreement: _Agreement) -> None:
         """Receive this step's sums from the first rank that has them.
 
         Raises:
-            PeerFailedError: it has died.
+            PeerFailedError: that rank has failed.
         """
-        holder = agreed.steps.index(max(agreed.steps))
+        holder = agreement.steps.index(max(agreement.steps))
         totals = self._totals[self._steps % 2]
         for bucket in self._layout.buckets:
             total = bucket.of(totals)
-            room = total if total.is_cpu or total.is_meta else torch.empty_like(total, device="cpu")
-            self._transport.wait(self._transport.irecv(room, holder, Tag.SUMS))
-            if room is not total:
-                copy(total, room)
+            data = total if total.is_cpu or total.is_meta else torch.empty_like(total, device="cpu")
+            self._transport.wait(self._transport.irecv(data, holder, Tag.SUMS))
+            if data is not total:
+                copy(total, data)

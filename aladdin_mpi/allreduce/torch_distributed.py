@@ -18,10 +18,10 @@ from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.collectives import allreduce_bytes
 
 MARGIN = 30.0
-"""Seconds by which torch's own limit exceeds the transport's, whose error says more."""
+"""Seconds by which torch's timeout exceeds the transport's, whose error is more specific."""
 FOR_EVER = timedelta(days=365)
 MEETING = timedelta(seconds=60)
-"""Longest time for the ranks to find rank 0."""
+"""Longest time for ranks to connect to rank 0."""
 ELSEWHERE = "all-reduce torch: not started, because another rank cannot reach rank 0"
 REMEDY = (
     "set MASTER_ADDR to an address of rank 0's host that all hosts reach, and GLOO_SOCKET_IFNAME "
@@ -30,7 +30,7 @@ REMEDY = (
 
 
 def obstacle(device: torch.device) -> str | None:
-    """Why torch.distributed cannot be used here, and what to do; None if it can."""
+    """Return the reason and the remedy if torch.distributed cannot be used here; None if it can."""
     if not torch.distributed.is_available():
         return "this torch is built without torch.distributed; use the backend mpi"
     backend = _backend(device)
@@ -52,9 +52,9 @@ _ended: list[Any] = []
 
 
 def end_group() -> None:
-    """End torch's process group, and keep it until the next one is ended, or for good.
+    """End torch's process group, and keep a reference to it until the next one is ended.
 
-    One of gloo's own threads may still hold it for a moment. Were that the last reference, the
+    One of gloo's threads may still hold a reference for a moment. If it were the last, the
     group would be destroyed in a thread that it has to join: "Resource deadlock avoided".
     """
     group = torch.distributed.group.WORLD
@@ -63,13 +63,13 @@ def end_group() -> None:
 
 
 def _backend(device: torch.device) -> str:
-    return "nccl" if device.type == "cuda" else "gloo"  # ROCm's RCCL goes by that name too
+    return "nccl" if device.type == "cuda" else "gloo"  # ROCm's RCCL has the same name
 
 
 class TorchAllReduce(AllReduce):
-    """Sums in the wire's dtype by torch.distributed; bf16 is rounded at every addition.
+    """All-reduce in the wire's dtype by torch.distributed; bf16 is rounded at every addition.
 
-    Rank 0's address is ``MASTER_ADDR`` where that is set, else its host's name.
+    Rank 0's address is ``MASTER_ADDR`` if set, otherwise the name of its host.
 
     Raises:
         UserError: a rank could not reach rank 0, or rank 0's host has no address.
@@ -83,7 +83,7 @@ class TorchAllReduce(AllReduce):
         self._backend_name = backend
         on_device = backend == "nccl"
         limit = timeout_of(transport)
-        # NCCL makes its communicator for this device at once, where torch lets one say so (2.3).
+        # NCCL creates its communicator for this device at once if torch accepts a device (2.3).
         accepted = inspect.signature(torch.distributed.init_process_group).parameters
         binds = on_device and "device_id" in accepted
         binding: dict[str, Any] = {"device_id": device} if binds else {}
@@ -95,19 +95,19 @@ class TorchAllReduce(AllReduce):
             timeout=FOR_EVER if limit is None else timedelta(seconds=limit + MARGIN),
             **binding,
         )
-        self._waits_there = on_device
-        """The GPU waits for a sum, in the order of its stream, and not the host."""
+        self._waits_on_device = on_device
+        """Whether the GPU's stream waits for a sum, instead of the host."""
         self._buffers = Buffers(wire_dtype, device, moves_bytes=True, on_device=on_device)
 
     def start(self, values: Tensor, key: int) -> PendingSum:
-        """See :meth:`AllReduce.start`."""
+        """Start torch's asynchronous all-reduce."""
         buffer, _ = self._buffers.load(values, key)
         self._transport.traffic.bytes_sent += allreduce_bytes(buffer.nbytes, self._transport.size)
         work = torch.distributed.all_reduce(buffer, async_op=True)
         assert work is not None
 
         def wait() -> Tensor:
-            if not self._waits_there:
+            if not self._waits_on_device:
                 what = f"torch.distributed's sum of bucket {key}"
                 wait_until(work.is_completed, self._transport, what)
             work.wait()
@@ -117,33 +117,33 @@ class TorchAllReduce(AllReduce):
         return PendingSum(wait)
 
     def describe(self) -> str:
-        """See :meth:`AllReduce.describe`."""
+        """Return torch's backend and the dtype."""
         name = self._buffers.name
         return f"torch.distributed over {self._backend_name}: all-reduce in {name}"
 
     def close(self) -> None:
-        """See :meth:`AllReduce.close`."""
+        """End torch's process group."""
         end_group()
 
 
 def _meet(transport: Transport) -> Any:
-    """A store at rank 0 on a free port, which the others are told over the transport.
+    """Return a store at rank 0 on a free port, whose address is broadcast over the transport.
 
     Raises:
-        UserError: there is no such store for one of the ranks; on all of them, so that none
-            waits for another.
+        UserError: a rank cannot reach the store; raised on all ranks, so that none waits for
+            another.
     """
-    store, told, problem = None, "", ""
+    store, endpoint, problem = None, "", ""
     if transport.rank == 0:
         try:
             address = _own_address(transport)
             store = _store(address, 0, transport, wait_for_workers=False)
-            told = f"{address} {store.port}"
+            endpoint = f"{address} {store.port}"
         except (UserError, RuntimeError) as error:
             problem = str(error)
-    told = broadcast(transport, told)
-    if told and store is None:
-        address, port = told.split()
+    endpoint = broadcast(transport, endpoint)
+    if endpoint and store is None:
+        address, port = endpoint.split()
         try:
             store = _store(address, int(port), transport)
         except RuntimeError as error:
@@ -173,7 +173,7 @@ def _own_address(transport: Transport) -> str:
     address = os.environ.get("MASTER_ADDR") or socket.getfqdn()
     try:
         socket.getaddrinfo(address, None)
-    except OSError as error:  # torch would look for it for minutes, and not say what to do
+    except OSError as error:  # torch would retry for minutes, without a useful message
         raise UserError(
             f"all-reduce torch: the name of rank 0's host, {address}, has no address ({error}); "
             f"{REMEDY}"

@@ -1,1 +1,1 @@
-"""What goes on the wire: number formats and compression."""
+"""Encoding for the wire: number formats and compression."""

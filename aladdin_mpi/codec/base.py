@@ -1,4 +1,4 @@
-"""How gradients are written for the wire: what every codec offers, and the plain one."""
+"""Encoding of gradients and models for the wire: the codec interface, and the plain codec."""
 
 from __future__ import annotations
 
@@ -15,64 +15,64 @@ from aladdin_mpi.transport.base import Event
 
 
 class ModelEncoder(ABC):
-    """The sender's side: it remembers what each receiver has, in as many models as receivers."""
+    """The sender's side: stores the last model sent to each receiver."""
 
     def __init__(self) -> None:
         self._last: dict[tuple[int, int], Tensor] = {}
-        """By the receiver's rank and the bucket's index."""
+        """Models by the receiver's rank and the bucket's index."""
 
     def forget(self) -> None:
-        """Send every bucket whole the next time; with :meth:`ModelDecoder.forget`."""
+        """Send every bucket in full next time; pairs with :meth:`ModelDecoder.forget`."""
         self._last.clear()
 
     def lost(self, rank: int, bucket: int) -> None:
-        """A receiver has not got the last message: send it the whole bucket the next time."""
+        """Send a bucket in full next time, as the receiver did not get the last message."""
         self._last.pop((rank, bucket), None)
 
     def use(self, rank: int, bits: int) -> None:
-        """Send what follows to ``rank`` in ``bits`` a value, if there is a choice."""
+        """Send further messages to ``rank`` with ``bits`` bits per value, if there is a choice."""
         return
 
     def touch(self, bucket: Bucket, count: int) -> None:
-        """Note that a gradient has changed ``count`` values; for timed computing."""
+        """Record that a gradient has changed ``count`` values; for simulated computation."""
         return
 
     @abstractmethod
     def encode(
-        self, rank: int, bucket: Bucket, values: Tensor, room: Tensor, always: int = 0
+        self, rank: int, bucket: Bucket, values: Tensor, out: Tensor, always: int = 0
     ) -> Tensor:
-        """Write ``values``, those of a bucket of the model, for the receiver at ``rank``.
+        """Encode ``values``, a bucket of the model, for the receiver at ``rank``.
 
-        It must get every message, in order. ``always`` is the number of values that every gradient
-        changes, for timed computing.
+        The receiver must get every message, in order. ``always`` is the number of values that every
+        gradient changes, for simulated computation.
 
         Returns:
-            The message, a part of ``room``, which is as long as the bucket, in the wire's dtype.
+            The message, a part of ``out``, which is as long as the bucket, in the wire's dtype.
         """
 
-    def besides(self, bucket: Bucket, nbytes: int) -> int:
-        """Bytes that move in memory to write a message of ``nbytes``, besides two copies of it."""
+    def extra_bytes(self, bucket: Bucket, nbytes: int) -> int:
+        """Return the bytes moved in memory to write a message, besides two copies of it."""
         return 0
 
 
 class ModelDecoder(ABC):
-    """The receiver's side: its copy of the last model received, kept where messages are read."""
+    """The receiver's side: stores the last model received, on the device that reads messages."""
 
     def __init__(self) -> None:
         self._last: dict[int, Tensor] = {}
 
     def forget(self) -> None:
-        """Expect every bucket whole the next time."""
+        """Expect every bucket in full next time."""
         self._last.clear()
 
     def lost(self, bucket: Bucket) -> None:
-        """A message about ``bucket`` is lost."""
+        """Discard the copy of ``bucket``, as a message about it is lost."""
         self._last.pop(bucket.index, None)
 
     def decode(self, bucket: Bucket, message: Tensor) -> Tensor | None:
-        """The sender's values of ``bucket``; they stay so until its next message.
+        """Return the sender's values of ``bucket``, valid until its next message.
 
-        None after a loss, until the bucket comes whole.
+        After a loss, return None until the bucket arrives in full.
         """
         if message.numel() == bucket.numel:
             whole = self._last.setdefault(bucket.index, torch.empty_like(message))
@@ -84,15 +84,15 @@ class ModelDecoder(ABC):
 
     @abstractmethod
     def _update(self, last: Tensor, message: Tensor) -> None:
-        """Bring the copy of a bucket up to date."""
+        """Update the copy of a bucket in place."""
 
 
 class GradientCodec(ABC):
-    """How a bucket's gradient is written for the wire and read from it.
+    """Encoder of gradients for the wire, and decoder of their messages.
 
-    A message is a one-dimensional tensor of ``dtype``. One as long as its bucket is
-    the values themselves; a codec that leaves values out writes shorter ones, so
-    that a message's length says all about its form.
+    A message is a one-dimensional tensor of ``dtype``. A message as long as its bucket
+    holds the plain values; a codec that omits values writes shorter ones, so that the
+    length of a message determines its format.
     """
 
     dtype: torch.dtype
@@ -100,86 +100,86 @@ class GradientCodec(ABC):
     @property
     @abstractmethod
     def plain(self) -> DenseWire:
-        """For what is not a gradient."""
+        """The codec for everything other than gradients."""
 
     def buffer(self, numel: int) -> Tensor:
-        """Return a new buffer that holds any message about ``numel`` values: none is longer."""
+        """Return a new buffer that can hold any message about ``numel`` values."""
         return self.plain.buffer(numel)
 
     def buffer_for(self, vector: Tensor) -> Tensor:
-        """Return room for a flat gradient's messages: ``vector`` itself if that can be sent."""
+        """Return a buffer for a flat gradient's messages: ``vector`` itself if it can be sent."""
         return self.plain.buffer_for(vector)
 
     @abstractmethod
     def compress(
-        self, bucket: Bucket, values: Tensor, samples: int, room: Tensor
+        self, bucket: Bucket, values: Tensor, samples: int, out: Tensor
     ) -> tuple[Tensor, Event | None]:
-        """Write ``values``, the gradient of ``bucket``, and leave them as they are.
+        """Encode ``values``, the gradient of ``bucket``, without changing them.
 
-        ``samples`` is the number of the run's sample that the gradient starts at, ``room`` the
-        bucket's part of a :meth:`buffer_for`.
+        ``samples`` is the sample number at which the gradient starts, ``out`` the bucket's part
+        of a :meth:`buffer_for`.
 
         Returns:
-            The message, to be left alone until it is sent, as are ``values`` and
-            ``room``; and the event to send it after, if any.
+            The message, and the event after which to send it, if any. The message, ``values``
+            and ``out`` must not change before it is sent.
         """
 
     @abstractmethod
     def add(self, bucket: Bucket, message: Tensor, target: Tensor, alpha: float = 1.0) -> None:
-        """``target <- target + alpha * gradient``; ``target`` has the bucket's length."""
+        """Compute ``target <- target + alpha * gradient``; ``target`` has the bucket's length."""
 
     def use(self, bits: int) -> None:
-        """Send what follows in ``bits`` a value, where there is a choice."""
+        """Encode further messages with ``bits`` bits per value, if there is a choice."""
         return
 
     def numbers(self, bucket: Bucket, message: Tensor) -> Tensor:
-        """The part of ``message`` that is values, and no positions."""
+        """Return the part of ``message`` that contains values, without positions."""
         return message
 
     def selected(self, bucket: Bucket, length: int) -> int:
-        """Number of values that were chosen for a message of ``length``, besides the vectors'."""
+        """Return the number of selected values in a message of ``length``, excluding vectors."""
         return bucket.numel
 
     def always_sent(self, bucket: Bucket) -> int:
-        """Number of values, those of vectors, that are in every message about ``bucket``."""
+        """Return the number of values, those of vectors, in every message about ``bucket``."""
         return 0
 
-    def besides(self, bucket: Bucket, nbytes: int) -> int:
-        """Bytes that move in memory to add a message of ``nbytes``, besides those of values."""
+    def extra_bytes(self, bucket: Bucket, nbytes: int) -> int:
+        """Return the bytes moved in memory to add a message, besides those of its values."""
         return 0
 
     def model_encoder(self) -> ModelEncoder | None:
-        """What servers write models with; None: they are sent as they are, by :attr:`plain`."""
+        """Return the servers' encoder of models; None: models are sent by :attr:`plain`."""
         return None
 
     def model_decoder(self) -> ModelDecoder | None:
-        """What reads those of :meth:`model_encoder`."""
+        """Return the decoder for :meth:`model_encoder`'s messages."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """What has not been sent yet, for a checkpoint."""
+        """Return the residual, the values not sent yet, for a checkpoint."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state from :meth:`state_dict`."""
+        """Restore a state from :meth:`state_dict`."""
         assert not state
 
     def scale_held_back(self, factor: float) -> None:
-        """Scale what has not been sent yet."""
+        """Scale the residual."""
         return
 
 
 class DenseWire(GradientCodec):
-    """Moves flat vectors between their device and the buffers that are sent.
+    """Transfer of flat vectors between their device and send or receive buffers.
 
     On the CPU in fp32 the vector itself is sent and nothing is copied. From a GPU,
     values are copied to pinned memory on a side stream, in the wire's dtype.
 
     Args:
-        dtype: of the values on the wire: torch.float32, torch.float64 or torch.bfloat16.
-        device: where the vectors live; "meta" with timed computing, when nothing is
+        dtype: dtype on the wire: torch.float32, torch.float64 or torch.bfloat16.
+        device: device of the vectors; "meta" with simulated computation, when nothing is
             copied.
-        moves_bytes: whether the transport needs real memory, as over MPI, or sizes do.
+        moves_bytes: whether the transport needs real memory, as MPI does, or only sizes.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, moves_bytes: bool = True) -> None:
@@ -190,14 +190,14 @@ class DenseWire(GradientCodec):
 
     @property
     def plain(self) -> DenseWire:
-        """Itself."""
+        """This codec itself."""
         return self
 
     def buffer(self, numel: int) -> Tensor:
-        """See :meth:`GradientCodec.buffer`; in memory that the transport can use.
+        """Return a new buffer in memory that the transport can use.
 
-        Cleared: timed computing sends it as it is, and what the memory held before may look like
-        a message that was damaged on its way.
+        It is zeroed: simulated computation sends it unfilled, and old memory contents could look
+        like a message that was damaged in transit.
         """
         if self._copies is not None:
             return pinned(numel, self.dtype, self.device)
@@ -206,13 +206,13 @@ class DenseWire(GradientCodec):
         return torch.zeros(numel, dtype=self.dtype)
 
     def buffer_for(self, vector: Tensor) -> Tensor:
-        """A buffer as long as ``vector``: ``vector`` itself where it can be sent as it is."""
+        """Return a buffer as long as ``vector``: ``vector`` itself if it can be sent."""
         if vector.dtype == self.dtype and vector.device.type == self._memory:
             return vector
         return self.buffer(vector.numel())
 
     def encode(self, values: Tensor, wire: Tensor) -> CopyEvent | None:
-        """Put ``values`` into ``wire``; returns the event to send after, if any."""
+        """Copy ``values`` to ``wire``; return the event to send after, if any."""
         if values.is_meta:
             return None
         if self._copies is None:
@@ -222,28 +222,28 @@ class DenseWire(GradientCodec):
         return self._copies.copy(values, wire)
 
     def fetch(self, message: Tensor) -> tuple[Tensor, CopyEvent | None]:
-        """A received ``message`` where the vectors live; and what to receive into it again after.
+        """Return ``message`` on the vectors' device, and the event that frees its buffer.
 
-        The message itself where it lies there already.
+        Returns the message itself if it is on that device.
         """
         return (message, None) if self._copies is None else self._copies.fetch(message)
 
-    def stage(self, message: Tensor, room: Tensor | None = None) -> tuple[Tensor, Event | None]:
-        """A complete ``message`` in memory that the transport can use; and what to send after.
+    def stage(self, message: Tensor, out: Tensor | None = None) -> tuple[Tensor, Event | None]:
+        """Return ``message`` in memory that the transport can use, and the event to await.
 
-        That memory is ``message`` itself, or else ``room``, if there is one.
+        That memory is ``message`` itself if possible, otherwise ``out`` or, without it, new memory.
         """
         if self._copies is None:
             return message, None
-        staged = torch.empty_like(message, device="cpu", pin_memory=True) if room is None else room
+        staged = torch.empty_like(message, device="cpu", pin_memory=True) if out is None else out
         return staged, self.encode(message, staged)
 
     def compress(
-        self, bucket: Bucket, values: Tensor, samples: int, room: Tensor
+        self, bucket: Bucket, values: Tensor, samples: int, out: Tensor
     ) -> tuple[Tensor, Event | None]:
-        """The values as they are, in ``room``."""
-        return room, self.encode(values, room)
+        """Copy the values to ``out``."""
+        return out, self.encode(values, out)
 
     def add(self, bucket: Bucket, message: Tensor, target: Tensor, alpha: float = 1.0) -> None:
-        """``target <- target + alpha * message``."""
+        """Compute ``target <- target + alpha * message``."""
         add(target, message, alpha)

@@ -1,22 +1,22 @@
 """Deep gradient compression (Lin, Han, Mao, Wang, Dally; ICLR 2018).
 
-Of each matrix or kernel only the values of largest magnitude are sent; the rest wait in
-``v`` and are added up until their turn comes. The paper's four devices are here so:
+Of each matrix or kernel only the values of largest magnitude are sent; the rest accumulates in
+``v`` until it is large enough. The paper's four techniques are implemented as follows:
 
 - momentum correction: what is added to ``v`` is ``u``, the step with the worker's own
-  momentum, which :meth:`aladdin_mpi.optimizers.sgd.MomentumSGD.correct` makes of the gradient;
-- factor masking: ``u`` too is cleared where ``v`` is sent;
+  momentum, computed by :meth:`aladdin_mpi.optimizers.sgd.MomentumSGD.correct`;
+- factor masking: ``u`` is cleared too where ``v`` is sent;
 - local clipping: :class:`~aladdin_mpi.optimizers.sgd.MomentumSGD`'s ``clip``;
 - warm-up: :meth:`aladdin_mpi.options.general.DgcOptions.ratio_at`.
 
-As in the authors' code (github.com/synxlin/deep-gradient-compression) the choice is
-made tensor by tensor, for magnitudes differ between layers, and vectors (biases,
-normalisation) are sent whole: they are few, and momentum on them stays plain.
+As in the authors' code (github.com/synxlin/deep-gradient-compression) values are selected
+for each tensor separately, as magnitudes differ between layers, and vectors (biases,
+normalisation) are sent in full: they are few, and momentum on them stays unchanged.
 
-As gradients leave most values out, most of the model that a server sends back is what a worker has
-already. Such a message holds the positions and the new values of what has changed since the last
-one, to the bit; or all values, if that is not longer. Values, not differences of values, so that
-the worker's copy equals the server's exactly.
+As gradients omit most values, a worker already has most of the model that a server returns.
+Such a message holds the positions and new values of what has changed since the last one,
+bit for bit, or all values if that is not longer. New values instead of differences keep the
+worker's copy exactly equal to the server's.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from aladdin_mpi.flat.layout import Bucket, Layout
 from aladdin_mpi.transport.base import Event
 
 FEWEST = 0.8
-"""Of the values wanted: with fewer the threshold is lowered, by this factor."""
+"""Factor by which the threshold is lowered if less than this share of k values passes."""
 ADAPTATIONS = 10
-"""How often the threshold is lowered at most."""
+"""Largest number of times that the threshold is lowered."""
 
 
 def index_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of positions sent with values of ``dtype``; it has as many bytes or more."""
+    """Return the dtype of positions sent with values of ``dtype``, at least as wide."""
     return torch.int64 if dtype.itemsize == 8 else torch.int32
 
 
@@ -50,24 +50,24 @@ def index_values(dtype: torch.dtype) -> int:
 
 
 def _entry(dtype: torch.dtype) -> int:
-    """Length of a position and a value, in values of ``dtype``."""
+    """Return the length of a position and a value, in values of ``dtype``."""
     return 1 + index_values(dtype)
 
 
 def select(values: Tensor, k: int, sample: float, start: int = 0) -> Tensor:
-    """Indices (int64) of about the ``k`` largest magnitudes in ``values``, and of no more.
+    """Return the indices (int64) of about the ``k`` largest magnitudes in ``values``, at most k.
 
     The threshold comes from a strided sample, as in Lin et al. (ICLR 2018), and is
-    lowered until 0.8 k values pass it; of more than k, the k largest are taken. Values
-    that are not numbers pass every threshold: kept back, they would never be noticed.
+    lowered until 0.8 k values pass; if more than k pass, the k largest are selected. NaN
+    passes every threshold: if it were held back, it would never be detected.
 
-    On an accelerator exactly the k largest, for which the host need not ask how many pass.
+    On an accelerator the k largest are selected exactly, which avoids a host synchronisation.
 
     Args:
         values: one-dimensional.
         k: at least 1.
-        sample: share of the values in the sample, which expects two of the k at least.
-        start: varies the values in the sample.
+        sample: share of the values in the sample, which should contain at least two of the k.
+        start: offset that varies the values in the sample.
     """
     importance = values.abs()
     numel = importance.numel()
@@ -79,18 +79,18 @@ def select(values: Tensor, k: int, sample: float, start: int = 0) -> Tensor:
     threshold = sampled.topk(ceil(sampled.numel() * k / numel)).values[-1]
     for _ in range(ADAPTATIONS):
         passed = importance.lt(threshold).logical_not_()
-        found = int(passed.count_nonzero())
-        if found >= FEWEST * k:
+        passing = int(passed.count_nonzero())
+        if passing >= FEWEST * k:
             break
         threshold = threshold * FEWEST
     indices = passed.nonzero().view(-1)
-    if found > k:
+    if passing > k:
         indices = indices[importance[indices].topk(k, sorted=False).indices]
     return indices
 
 
 class _BucketParts(NamedTuple):
-    """What a bucket holds of matrices and kernels, and of vectors; relative to its start."""
+    """The matrices (and kernels) and the vectors of a bucket, as slices relative to its start."""
 
     matrices: list[slice]
     vectors: list[slice]
@@ -99,22 +99,21 @@ class _BucketParts(NamedTuple):
 
 
 class DeepGradientCompression(GradientCodec):
-    """The codec, with ``v``: the values that a worker has not sent yet.
+    """The codec with ``v``: the values that a worker has not sent yet.
 
-    A message holds the positions chosen (int32, with float64 int64, relative to the bucket), then
-    their values, then the bucket's vectors whole; values in the wire's dtype. Where that
-    would not be shorter the bucket is sent whole, as without compression: all of
-    ``v``, and momentum is left alone. The error of rounding to the wire's dtype
-    stays in ``v``. What waits in ``v`` at the end of a run is not sent.
+    A message holds the selected positions (int32, with float64 int64, relative to the bucket),
+    their values, and the bucket's vectors in full; values are in the wire's dtype. If that
+    would not be shorter, the bucket is sent in full, as without compression: all of ``v``, and
+    momentum is unchanged. The error of rounding to the wire's dtype stays in ``v``. Values that
+    remain in ``v`` at the end of a run are not sent.
 
-    Decoding needs only the shapes: a server gives no ``velocity``.
+    Decoding needs only the shapes: a server passes no ``velocity``.
 
     Args:
-        wire: format of the values, and where they are staged.
-        shapes: of the parameters in flat order; those with fewer than two dimensions
-            are sent whole.
-        ratio: share of values that is chosen, in (0, 1], as a function of the run's
-            samples.
+        wire: dtype of the values and their staging memory.
+        shapes: shapes of the parameters in flat order; those with fewer than two dimensions
+            are sent in full.
+        ratio: share of values to select, in (0, 1], as a function of the run's samples.
         velocity: the worker's flat momentum ``u``, or None.
         sample: share of values from which the threshold is estimated.
     """
@@ -138,11 +137,11 @@ class DeepGradientCompression(GradientCodec):
         self._index_values = index_values(wire.dtype)
         self._lengths: dict[tuple[int, float], int] = {}
         self.left: Tensor | None = None
-        """``v``, flat; None as long as everything has been sent."""
+        """``v``, flat; None until values have been left out."""
 
     # -- sizes ----------------------------------------------------------------
     def longest(self, bucket: Bucket, samples: int) -> int:
-        """Length of the longest message about ``bucket``, in values of ``dtype``."""
+        """Return the length of the longest message about ``bucket``, in values of ``dtype``."""
         ratio = self.ratio(samples)
         key = bucket.index, ratio
         if key not in self._lengths:
@@ -153,55 +152,55 @@ class DeepGradientCompression(GradientCodec):
         return self._lengths[key]
 
     def numbers(self, bucket: Bucket, message: Tensor) -> Tensor:
-        """See :meth:`GradientCodec.numbers`."""
+        """Return the values of ``message`` without the positions."""
         if message.numel() == bucket.numel:
             return message
         return message[self.selected(bucket, message.numel()) * self._index_values :]
 
     def selected(self, bucket: Bucket, length: int) -> int:
-        """See :meth:`GradientCodec.selected`."""
+        """Return the number of selected values in a message of ``length``."""
         always = self.always_sent(bucket)
         if length == bucket.numel:
             return bucket.numel - always
         return (length - always) // _entry(self.dtype)
 
     def always_sent(self, bucket: Bucket) -> int:
-        """See :meth:`GradientCodec.always_sent`."""
+        """Return the number of values in the bucket's vectors."""
         return self._parts[bucket.index].always_sent
 
     def model_encoder(self) -> DifferenceEncoder | None:
-        """Most of a model is what a worker has already."""
+        """Return an encoder of changes, as a worker already has most of the model."""
         return DifferenceEncoder(self._wire)
 
     def model_decoder(self) -> DifferenceDecoder | None:
-        """See :meth:`GradientCodec.model_decoder`."""
+        """Return the decoder for the changes."""
         return DifferenceDecoder()
 
     # -- memory ----------------------------------------------------------------
     @property
     def plain(self) -> DenseWire:
-        """The format of the values."""
+        """The plain codec of values."""
         return self._wire
 
     # -- sending ---------------------------------------------------------------
     def compress(
-        self, bucket: Bucket, values: Tensor, samples: int, room: Tensor
+        self, bucket: Bucket, values: Tensor, samples: int, out: Tensor
     ) -> tuple[Tensor, Event | None]:
-        """``v <- v + u``, and out of ``v`` what is sent; see :meth:`GradientCodec.compress`."""
+        """Add ``u`` to ``v``, and take the values to send out of ``v``."""
         length = self.longest(bucket, samples)
         whole = length == bucket.numel
         if values.is_meta:
-            return room[:length], None
+            return out[:length], None
         if whole and self.left is None:
-            return self._wire.compress(bucket, values, samples, room)
+            return self._wire.compress(bucket, values, samples, out)
         if self.left is None:
             self.left = torch.zeros(self._numel, dtype=values.dtype, device=values.device)
         left = self.left[bucket.part].add_(values)
         message = self._take(left) if whole else self._take_largest(bucket, left, samples)
-        return self._wire.stage(message, room[: message.numel()])
+        return self._wire.stage(message, out[: message.numel()])
 
     def _take(self, left: Tensor) -> Tensor:
-        """``left`` in the wire's dtype; what rounding loses remains."""
+        """Return ``left`` in the wire's dtype; the rounding error remains in ``left``."""
         sent = left.to(self.dtype, copy=True)
         left.sub_(sent)
         return sent
@@ -222,12 +221,12 @@ class DeepGradientCompression(GradientCodec):
             self._velocity[bucket.part].index_fill_(0, indices, 0.0)
         vectors = (self._take(left[part]) for part in parts.vectors)
         pieces = (indices.to(index_dtype(self.dtype)), chosen, *vectors)
-        # As bytes, so that no bit of an index is taken for a number.
+        # Concatenated as bytes, so that no index is interpreted as a number.
         return torch.cat([piece.view(torch.uint8) for piece in pieces]).view(self.dtype)
 
     # -- receiving -------------------------------------------------------------
     def add(self, bucket: Bucket, message: Tensor, target: Tensor, alpha: float = 1.0) -> None:
-        """See :meth:`GradientCodec.add`."""
+        """Add ``alpha`` times the gradient in ``message`` to ``target``."""
         if target.is_meta:
             return
         if message.numel() == bucket.numel:
@@ -245,18 +244,18 @@ class DeepGradientCompression(GradientCodec):
 
     # -- checkpoints -------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """``v``."""
+        """Return ``v``."""
         return {"left": self.left}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up ``v``."""
+        """Restore ``v``."""
         saved = state["left"]
         if saved is not None and self._velocity is not None:
             saved = saved.to(self._velocity.device)
         self.left = None if saved is None else saved.clone()
 
     def scale_held_back(self, factor: float) -> None:
-        """See :meth:`GradientCodec.scale_held_back`."""
+        """Scale ``v``."""
         if self.left is not None:
             self.left.mul_(factor)
 
@@ -266,7 +265,7 @@ def _share(numel: int, ratio: float) -> int:
 
 
 def _parts(bucket: Bucket, shapes: Sequence[tuple[int, ...]]) -> _BucketParts:
-    """Where matrices and where vectors lie in ``bucket``."""
+    """Return the matrices and vectors in ``bucket``."""
     matrices: list[slice] = []
     vectors: list[slice] = []
     start = 0
@@ -282,10 +281,10 @@ def _parts(bucket: Bucket, shapes: Sequence[tuple[int, ...]]) -> _BucketParts:
 
 
 class DifferenceEncoder(ModelEncoder):
-    """Sends what has changed of a model since the last message to a worker.
+    """Encoder of the values of a model that have changed since the last message to a worker.
 
     Args:
-        wire: whose dtype the values are sent in.
+        wire: supplies the dtype of the values.
     """
 
     def __init__(self, wire: DenseWire) -> None:
@@ -295,41 +294,41 @@ class DifferenceEncoder(ModelEncoder):
         self._touched_at_send: dict[tuple[int, int], int] = {}
 
     def forget(self) -> None:
-        """See :meth:`ModelEncoder.forget`."""
+        """Send every bucket in full next time."""
         super().forget()
         self._touched_at_send.clear()
 
     def touch(self, bucket: Bucket, count: int) -> None:
-        """See :meth:`ModelEncoder.touch`."""
+        """Add to the number of changed values of ``bucket``."""
         self._touched[bucket.index] = self._touched.get(bucket.index, 0) + count
 
     def encode(
-        self, rank: int, bucket: Bucket, values: Tensor, room: Tensor, always: int = 0
+        self, rank: int, bucket: Bucket, values: Tensor, out: Tensor, always: int = 0
     ) -> Tensor:
-        """See :meth:`ModelEncoder.encode`."""
+        """Encode the changes, or the whole bucket if that is not longer."""
         key = rank, bucket.index
         if values.is_meta:
-            return room[: self._likely_length(key, bucket, always)]
+            return out[: self._likely_length(key, bucket, always)]
         new = values.to(self._dtype)
         last = self._last.get(key)
         if last is None:
             self._last[key] = new.clone()
-            return room[: bucket.numel].copy_(new)
+            return out[: bucket.numel].copy_(new)
         bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[self._dtype.itemsize]
         changed = (new.view(bits) != last.view(bits)).nonzero().view(-1)
         length = changed.numel() * _entry(self._dtype)
         if length >= bucket.numel:
             last.copy_(new)
-            return room[: bucket.numel].copy_(new)
+            return out[: bucket.numel].copy_(new)
         chosen = new.index_select(0, changed)
         last.index_copy_(0, changed, chosen)
         positions = length - chosen.numel()
-        room[:positions].view(index_dtype(self._dtype)).copy_(changed)
-        room[positions:length].copy_(chosen)
-        return room[:length]
+        out[:positions].view(index_dtype(self._dtype)).copy_(changed)
+        out[positions:length].copy_(chosen)
+        return out[:length]
 
     def _likely_length(self, key: tuple[int, int], bucket: Bucket, always: int) -> int:
-        """With timed computing nothing changes: as long as if all had hit other values."""
+        """Return the length with simulated computation, as if all changes hit different values."""
         touched = self._touched.get(bucket.index, 0)
         last = self._touched_at_send.get(key)
         self._touched_at_send[key] = touched
@@ -340,7 +339,7 @@ class DifferenceEncoder(ModelEncoder):
 
 
 class DifferenceDecoder(ModelDecoder):
-    """Reads the messages of a :class:`DifferenceEncoder`."""
+    """Decoder of a :class:`DifferenceEncoder`'s messages."""
 
     def _update(self, last: Tensor, message: Tensor) -> None:
         positions = message.numel() - message.numel() // _entry(message.dtype)

@@ -1,12 +1,12 @@
-"""Values in few bits: blocks of 256, each with a scale and whole steps of it.
+"""Quantisation in blocks of 256 values, each with a scale and whole multiples of it (steps).
 
 A block's scale is its largest magnitude divided by the number of steps, 127 with 8 bits and
-7 with 4; every value is rounded to the nearest step. A message is fp32 words: the scales, then
-the steps, one to a byte or two, filled up to a word. Where two share a byte it is
-``16 high + low``, which as a signed number has room for both and comes apart by rounding.
+7 with 4; every value is rounded to the nearest step. A message consists of fp32 words: the
+scales, then the steps, one or two to a byte, padded to a word. Two steps in a byte are stored as
+``16 high + low``, which fits a signed byte and is separated by rounding.
 
-Everything goes piece by piece, so that all passes but the first find their values in the cache,
-and nothing is allocated but a few words for each block.
+All operations run piece by piece, so that all memory passes but the first hit the cache, and
+they allocate only a few words for each block.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from aladdin_mpi.flat import fused
 from aladdin_mpi.flat.vectors import BLOCK, is_finite
 
 WIDTH = 256
-"""Values of a block."""
+"""Number of values in a block."""
 BITS = (8, 4)
-"""Of a value; the other one's messages have another length."""
+"""Supported bits per value; their messages differ in length."""
 FUSED_BITS = 8
-"""Of the messages that a GPU makes and reads in one kernel; see :mod:`aladdin_mpi.flat.fused`."""
+"""Bits of messages that a GPU reads and writes in one kernel, see :mod:`aladdin_mpi.flat.fused`."""
 SMALLEST = 5
-"""Values from which a message is shorter than these, and its length says its bits."""
+"""Smallest number of values with a message that is shorter and of unambiguous length."""
 WORD = 4
-"""Bytes of a word of a message."""
+"""Bytes in a word of a message."""
 HIGH = 16
-"""What the second of two values in a byte is multiplied by."""
+"""Factor of the second of two steps in a byte."""
 TINY = 2.0**-126
 """The smallest normal number of fp32: its reciprocal is finite."""
 
 
 def steps_of(bits: int) -> int:
-    """Steps on either side of zero."""
+    """Return the number of steps on either side of zero."""
     return int(2 ** (bits - 1) - 1)
 
 
 def message_length(numel: int, bits: int) -> int:
-    """Words of a message about ``numel`` values; ``numel``, the values as they are, if very few."""
+    """Return the words of a message about ``numel`` values; very few values are sent plainly."""
     if numel < SMALLEST:
         return numel
     return _blocks(numel) + -(-_bytes(numel, bits) // WORD)
 
 
 def bits_of(numel: int, length: int) -> int | None:
-    """What a message of ``length`` words holds of ``numel`` values; None: the values.
+    """Return the bits per value of a message of ``length`` words; None: plain values.
 
     Raises:
         ValueError: no message has that length.
@@ -65,18 +65,18 @@ def bits_of(numel: int, length: int) -> int | None:
 
 
 def scales_of(message: Tensor, numel: int) -> Tensor:
-    """A message's scales: what is not finite in a block shows in its scale."""
+    """Return a message's scales, which are finite only if all values are."""
     return message[: _blocks(numel)]
 
 
 class Scratch:
-    """Memory for pieces, kept from call to call."""
+    """Reusable temporary memory for pieces."""
 
     def __init__(self) -> None:
         self._memory: dict[int, Tensor] = {}
 
     def like(self, x: Tensor, number: int = 0) -> Tensor:
-        """Of the shape of ``x``; it holds anything. Different numbers are apart."""
+        """Return uninitialised memory of the shape of ``x``, distinct for each ``number``."""
         memory = self._memory.get(number)
         if memory is None or memory.numel() < x.numel() or memory.device != x.device:
             memory = self._memory[number] = torch.empty(x.numel(), device=x.device)
@@ -84,17 +84,17 @@ class Scratch:
 
 
 def quantise(values: Tensor, left: Tensor, message: Tensor, bits: int, scratch: Scratch) -> None:
-    """``left <- left + values``, and what a message can hold of it goes into the message.
+    """Add ``values`` to ``left``, and move what a message can represent into ``message``.
 
-    What rounding loses stays in ``left``, but for blocks that are not finite: these make the
-    message useless, and the next one is to be sound again.
+    The rounding error stays in ``left``, except for blocks that are not finite: these invalidate
+    the message but not the next one.
 
     Args:
         values: flat, in fp32; at least ``SMALLEST``.
-        left: as long.
-        message: of :func:`message_length`, on the same device.
+        left: residual of the same length.
+        message: length as by :func:`message_length`, on the same device.
         bits: 8 or 4.
-        scratch: for one piece.
+        scratch: temporary memory for one piece.
     """
     if bits == FUSED_BITS and fused.is_usable(values, left, message):
         fused.quantise(values, left, message, steps_of(bits), WIDTH, TINY)
@@ -113,10 +113,10 @@ def quantise(values: Tensor, left: Tensor, message: Tensor, bits: int, scratch: 
 def quantise_difference(
     values: Tensor, shadow: Tensor, message: Tensor, bits: int, scratch: Scratch
 ) -> None:
-    """Write ``values - shadow``, and have ``shadow`` follow by what has been written.
+    """Encode ``values - shadow``, and add the encoded difference to ``shadow``.
 
-    It is then, to the bit, what :func:`add_dequantised` makes of a copy of the shadow, unless
-    that holds a negative zero, which would become positive. Arguments as of :func:`quantise`.
+    The shadow is then bit-identical to a copy of it after :func:`add_dequantised`, unless it
+    contains a negative zero, which would become positive. Arguments as of :func:`quantise`.
     """
     message[-1:].zero_()
     for piece in _pieces(message, values.numel(), bits):
@@ -130,11 +130,11 @@ def quantise_difference(
 
 
 def add_dequantised(message: Tensor, target: Tensor, alpha: float, scratch: Scratch) -> None:
-    """``target <- target + alpha * values``.
+    """Compute ``target <- target + alpha * values``.
 
-    The products are rounded before they are added, so that the result is the same on every
-    machine and device (with ``alpha`` 1): no compiler makes one operation of both. The message's
-    length says its bits; ``target`` is flat, in fp32 and on the same device.
+    Products are rounded before they are added, not fused by a compiler, so that the result is
+    the same on every machine and device (with ``alpha`` 1). The message's length determines its
+    bits; ``target`` is flat, in fp32 and on the same device.
     """
     numel = target.numel()
     bits = bits_of(numel, message.numel())
@@ -150,7 +150,7 @@ def add_dequantised(message: Tensor, target: Tensor, alpha: float, scratch: Scra
 
 
 class _Piece(NamedTuple):
-    """Blocks of one width; ``scales`` and ``packed`` are views of the message, a block a row."""
+    """Blocks of one width; ``scales`` and ``packed`` view the message, one row per block."""
 
     part: slice
     width: int
@@ -159,7 +159,7 @@ class _Piece(NamedTuple):
 
 
 def _pieces(message: Tensor, numel: int, bits: int) -> Iterator[_Piece]:
-    """Full blocks, as many as a cache holds, or on other devices all; then the rest, if any."""
+    """Yield full blocks in groups that fit the cache (or all, on other devices), then the rest."""
     blocks = _blocks(numel)
     scales, packed = message[:blocks].unsqueeze(1), message[blocks:].view(torch.int8)
     full = numel - numel % WIDTH
@@ -181,8 +181,8 @@ def _pieces(message: Tensor, numel: int, bits: int) -> Iterator[_Piece]:
 
 
 def _round(x: Tensor, scales: Tensor, steps: Tensor, bits: int) -> None:
-    """The scale of every row, and its values as whole steps."""
-    # A tenth of the time of vector_norm() with infinity, which no vector unit helps.
+    """Compute the scale of every row, and its values as whole steps."""
+    # Ten times as fast as vector_norm() with infinity, which is not vectorised.
     torch.amax(torch.abs(x, out=steps), 1, keepdim=True, out=scales)
     scales.mul_(1 / steps_of(bits))
     torch.mul(x, scales.clamp_min(TINY).reciprocal_(), out=steps)
@@ -190,7 +190,7 @@ def _round(x: Tensor, scales: Tensor, steps: Tensor, bits: int) -> None:
 
 
 def _pack(steps: Tensor, packed: Tensor, bits: int) -> None:
-    """Put whole steps into bytes; ``steps`` then holds anything."""
+    """Pack whole steps into bytes; overwrites ``steps``."""
     if bits == 8:
         packed.copy_(steps)
         return
@@ -200,7 +200,7 @@ def _pack(steps: Tensor, packed: Tensor, bits: int) -> None:
 
 
 def _unpack(packed: Tensor, steps: Tensor, bits: int) -> None:
-    """The inverse of :func:`_pack`."""
+    """Unpack steps; the inverse of :func:`_pack`."""
     if bits == 8:
         steps.copy_(packed)
         return
@@ -212,7 +212,7 @@ def _unpack(packed: Tensor, steps: Tensor, bits: int) -> None:
 
 
 def _halves(steps: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the values that are the low part of their byte, and those that are the high one."""
+    """Return the values in the low and in the high part of their byte."""
     low = _bytes(steps.shape[1], 4)
     return steps[:, :low], steps[:, low:]
 

@@ -1,4 +1,4 @@
-"""Gradients and models in few bits, and the choice of the format on the wire."""
+"""Quantised gradients and models, and the choice of the wire's format."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from aladdin_mpi.transport.base import Event
 
 
 class QuantisedCodec(GradientCodec):
-    """The codec, with ``left``: what a worker has not sent yet, less than a step of any value.
+    """The codec, with ``left``: the residual of a worker, less than a step for any value.
 
-    Buckets of less than five values are sent as they are. Decoding needs no state. ``wire``, where
-    messages are staged, is in fp32. ``bits`` of a value, 8 or 4, may be set at any time, as a
-    message's length tells them.
+    Buckets of fewer than five values are sent as they are. Decoding needs no state. ``wire``
+    stages messages and is in fp32. ``bits`` per value, 8 or 4, may be changed at any time, as a
+    message's length determines them.
     """
 
     def __init__(self, wire: DenseWire, layout: Layout, bits: int) -> None:
@@ -39,71 +39,71 @@ class QuantisedCodec(GradientCodec):
         self._numel = layout.numel
         self._scratch = Scratch()
         self.left: Tensor | None = None
-        """Flat; None as long as nothing has been sent."""
+        """Flat residual; None until something has been sent."""
 
     @property
     def plain(self) -> DenseWire:
-        """In fp32."""
+        """The plain codec, in fp32."""
         return self._wire
 
     def use(self, bits: int) -> None:
-        """See :meth:`GradientCodec.use`."""
+        """Encode further messages with ``bits`` bits per value."""
         self.bits = bits
 
     def length(self, bucket: Bucket) -> int:
-        """Of the next message about ``bucket``."""
+        """Return the length of the next message about ``bucket``."""
         return message_length(bucket.numel, self.bits)
 
     def reads(self, bucket: Bucket, length: int) -> bool:
-        """Whether a message of ``length`` is in few bits."""
+        """Return whether a message of ``length`` is quantised."""
         return length < bucket.numel and length in {message_length(bucket.numel, b) for b in BITS}
 
     def numbers(self, bucket: Bucket, message: Tensor) -> Tensor:
-        """The scales: if these are finite, all values are."""
+        """Return the scales: if these are finite, all values are."""
         if message.numel() == bucket.numel:
             return message
         return scales_of(message, bucket.numel)
 
-    def besides(self, bucket: Bucket, nbytes: int) -> int:
-        """The target is read and written in fp32; see :meth:`GradientCodec.besides`."""
+    def extra_bytes(self, bucket: Bucket, nbytes: int) -> int:
+        """Return the bytes moved to read and write the target in fp32."""
         whole = bucket.numel * self.dtype.itemsize
         return 2 * (whole - nbytes)
 
     def model_encoder(self) -> QuantisedEncoder:
-        """See :meth:`GradientCodec.model_encoder`."""
+        """Return an encoder of quantised differences."""
         return QuantisedEncoder(self.bits)
 
     def model_decoder(self) -> QuantisedDecoder:
-        """See :meth:`GradientCodec.model_decoder`."""
+        """Return the decoder for quantised differences."""
         return QuantisedDecoder()
 
     # -- memory ----------------------------------------------------------------
     def buffer_for(self, vector: Tensor) -> Tensor:
-        """Apart from ``vector``, which stays as it is."""
+        """Return memory separate from ``vector``, which stays unchanged."""
         if vector.device.type == "cpu":
-            # Messages fill a quarter of it: the rest of the memory is never touched.
+            # Messages fill a quarter of it; the rest of the memory is never touched.
             return torch.empty_like(vector, dtype=self.dtype)
         return self._wire.buffer(vector.numel())
 
     # -- sending ---------------------------------------------------------------
     def compress(
-        self, bucket: Bucket, values: Tensor, samples: int, room: Tensor
+        self, bucket: Bucket, values: Tensor, samples: int, out: Tensor
     ) -> tuple[Tensor, Event | None]:
-        """What ``left`` and ``values`` are together; see :meth:`GradientCodec.compress`."""
-        room = cut(room, 0, self.length(bucket))
+        """Encode the sum of ``left`` and ``values``; keep the rounding error in ``left``."""
+        out = cut(out, 0, self.length(bucket))
         if values.is_meta:
-            return room, None
-        if room.numel() == bucket.numel:
-            return room, self._wire.encode(values, room)
+            return out, None
+        if out.numel() == bucket.numel:
+            return out, self._wire.encode(values, out)
         if self.left is None:
             self.left = torch.zeros(self._numel, device=values.device)
-        message = _room(room, values)
+        message = _on_device_of(out, values)
         quantise(values, self.left[bucket.part], message, self.bits, self._scratch)
-        return self._wire.stage(message, room)
+        return self._wire.stage(message, out)
 
     # -- receiving -------------------------------------------------------------
     def add(self, bucket: Bucket, message: Tensor, target: Tensor, alpha: float = 1.0) -> None:
-        """See :meth:`GradientCodec.add`."""
+        """Add ``alpha`` times the gradient in ``message`` to ``target``."""
         if target.is_meta:
             return
         if message.numel() == bucket.numel:
@@ -113,25 +113,25 @@ class QuantisedCodec(GradientCodec):
 
     # -- checkpoints -------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """``left``."""
+        """Return ``left``."""
         return {"left": self.left}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up ``left``."""
+        """Restore ``left``."""
         saved = state["left"]
         self.left = None if saved is None else saved.to(self._wire.device, copy=True)
 
     def scale_held_back(self, factor: float) -> None:
-        """See :meth:`GradientCodec.scale_held_back`."""
+        """Scale ``left``."""
         if self.left is not None:
             self.left.mul_(factor)
 
 
 class QuantisedEncoder(ModelEncoder):
-    """Sends what a model has moved away from a shadow of what each receiver has.
+    """Encoder of the difference of a model from a shadow of each receiver's copy.
 
     Args:
-        bits: of a value, 8 or 4, for receivers that :meth:`use` has not been called for.
+        bits: bits per value, 8 or 4, for receivers without a call of :meth:`use`.
     """
 
     def __init__(self, bits: int) -> None:
@@ -141,21 +141,21 @@ class QuantisedEncoder(ModelEncoder):
         self._scratch = Scratch()
 
     def use(self, rank: int, bits: int) -> None:
-        """See :meth:`ModelEncoder.use`."""
+        """Use ``bits`` bits per value for ``rank``."""
         self._bits[rank] = bits
 
     def encode(
-        self, rank: int, bucket: Bucket, values: Tensor, room: Tensor, always: int = 0
+        self, rank: int, bucket: Bucket, values: Tensor, out: Tensor, always: int = 0
     ) -> Tensor:
-        """See :meth:`ModelEncoder.encode`."""
+        """Encode the difference from the shadow; the first message is the whole bucket."""
         key, bits = (rank, bucket.index), self._bits.get(rank, self.bits)
         length = message_length(bucket.numel, bits)
         shadow = self._last.get(key)
         if shadow is None or length == bucket.numel:
-            return self._whole(key, values, cut(room, 0, bucket.numel))
-        message = cut(room, 0, length)
+            return self._whole(key, values, cut(out, 0, bucket.numel))
+        message = cut(out, 0, length)
         if not values.is_meta:
-            written = _room(message, values)
+            written = _on_device_of(message, values)
             quantise_difference(values, shadow, written, bits, self._scratch)
             if written is not message:
                 message.copy_(written)
@@ -165,20 +165,20 @@ class QuantisedEncoder(ModelEncoder):
         if values.is_meta:
             self._last[key] = values
         else:
-            # In fp32, as the receiver's copy is, whatever the model has.
+            # In fp32, like the receiver's copy, whatever the model's dtype.
             # Adding makes negative zeros positive, see quantise_difference().
             self._last[key] = values.float() + 0.0
             message.copy_(self._last[key])
         return message
 
-    def besides(self, bucket: Bucket, nbytes: int) -> int:
-        """The values are read, the shadow is read and written; see :meth:`ModelEncoder.besides`."""
+    def extra_bytes(self, bucket: Bucket, nbytes: int) -> int:
+        """Return the bytes moved to read the values, and to read and write the shadow."""
         whole = bucket.numel * torch.float32.itemsize
         return 3 * whole - nbytes if nbytes < whole else whole
 
 
 class QuantisedDecoder(ModelDecoder):
-    """Keeps a copy that is, to the bit, the sender's shadow."""
+    """Decoder whose copy is bit-identical to the sender's shadow."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,13 +188,13 @@ class QuantisedDecoder(ModelDecoder):
         add_dequantised(message, last, 1.0, self._scratch)
 
 
-def _room(room: Tensor, values: Tensor) -> Tensor:
-    """``room``, or as much on the device of ``values``."""
-    return room if room.device == values.device else torch.empty_like(room, device=values.device)
+def _on_device_of(out: Tensor, values: Tensor) -> Tensor:
+    """Return ``out``, or as much memory on the device of ``values``."""
+    return out if out.device == values.device else torch.empty_like(out, device=values.device)
 
 
 def bits_of(name: str) -> tuple[int, ...]:
-    """Return the bits of a value, most first, between which a ``--wire`` leaves the choice."""
+    """Return the bits per value that a ``--wire`` allows, in decreasing order."""
     if name == "auto":
         return tuple(sorted(QUANTISED_BITS.values(), reverse=True))
     return (QUANTISED_BITS.get(name, 8 * _dtype(name).itemsize),)

@@ -1,1 +1,1 @@
-"""What ranks tell each other beside gradients and models."""
+"""Control messages between ranks, other than gradients and models."""

@@ -1,7 +1,7 @@
-"""The sample budget of all workers, kept by rank 0.
+"""The sample budget of all workers, managed by rank 0.
 
-It is used up exactly however unequal the workers are: each requests a lease of the samples of its
-next step ahead, and the last leases get what is left. Each request carries the report of the
+It is used up exactly, whatever the workers' speeds: each worker requests leases of the samples of
+its next steps ahead, and the last leases get the rest. Each request carries the report of the
 previous step, from which rank 0 computes the metrics.
 """
 
@@ -20,9 +20,9 @@ from aladdin_mpi.flat.state import Stateful, saved
 from aladdin_mpi.transport.base import Request, Transport, numbers_of
 
 MOST_AHEAD = 32
-"""Largest number of leases that a worker asks for ahead."""
+"""Largest number of leases that a worker requests ahead."""
 STOP, CLOSE = -0.5, -0.25
-"""In place of a number of samples: end the run, with or without its results."""
+"""Replace a number of samples: end the run, with or without its results."""
 
 
 FIRST_EXPONENT, LARGEST_EXPONENT = 16, 24
@@ -33,40 +33,39 @@ PATIENCE = 2000
 class LossScale(Stateful):
     """Rank 0's scale of losses in half precision, 2 to the power of ``exponent``."""
 
-    SAVED = saved("exponent", "sound", "since")
+    SAVED = saved("exponent", "since", sound="steps")
 
     def __init__(self) -> None:
         self.exponent = FIRST_EXPONENT
-        self.sound = 0  # steps since it was changed
-        self.since = 0  # the first sample that was granted after it was halved
+        self.steps = 0  # since the last change
+        self.since = 0  # first sample granted after the last halving
 
     def count(self) -> None:
         """Count a worker's step."""
-        self.sound += 1
-        if self.sound >= PATIENCE:
+        self.steps += 1
+        if self.steps >= PATIENCE:
             self.exponent = min(self.exponent + 1, LARGEST_EXPONENT)
-            self.sound = 0
+            self.steps = 0
 
     def overflowed(self, sample: int, drawn: int) -> bool:
-        """Halve the scale after an overflow in the step that began at ``sample``.
+        """Halve the scale after an overflow in the step that started at ``sample``.
 
-        Returns False if that step had the scale before the last halving, which was at ``drawn``
-        granted samples.
+        Returns False if that step used the scale before the last halving. ``drawn`` is the number
+        of granted samples.
         """
         if sample < self.since or not self.exponent:
             return False
         self.exponent -= 1
-        self.sound, self.since = 0, drawn
+        self.steps, self.since = 0, drawn
         return True
 
 
 class SampleLease(NamedTuple):
-    """The right to ``size`` samples out of a round of ``whole``, number ``start`` and following.
+    """The right to ``size`` samples out of a round of ``whole``, from number ``start`` on.
 
-    Without rounds a lease is a round of its own. ``whole`` is 0 when none are left; ``size`` alone
-    is 0 for a worker that gets nothing of a last, small round. ``absent`` are the ranks of failed
-    workers that take no part in the round, the same for all. ``scale`` is that of losses in half
-    precision.
+    Without rounds a lease is a round by itself. ``whole`` is 0 after the last sample; only
+    ``size`` is 0 for a worker without samples in a small last round. ``absent`` are the ranks of
+    failed workers that take no part in the round. ``scale`` is that of losses in half precision.
     """
 
     start: int
@@ -76,15 +75,15 @@ class SampleLease(NamedTuple):
     scale: float = 1.0
 
     def size_of(self, worker: int, workers: int) -> int:
-        """Return a worker's number of the round's samples, dealt as those of an epoch are."""
+        """Return a worker's number of the round's samples, divided like those of an epoch."""
         return len(range(worker, self.whole, workers))
 
 
 class WorkerReport(NamedTuple):
     """A worker's report of its last step and of its run so far.
 
-    ``samples`` and ``loss`` (mean over them) are the last step's; 0 samples: there was no step
-    since the last report. ``waiting`` (seconds), ``sent`` (bytes) and ``steps`` are totals.
+    ``samples`` and ``loss`` (mean over them) are those of the last step; 0 samples: no step since
+    the last report. ``waiting`` (seconds), ``sent`` (bytes) and ``steps`` are totals.
     ``rate`` is the learning rate, if only workers know it.
     """
 
@@ -96,12 +95,12 @@ class WorkerReport(NamedTuple):
     rate: float | None = None
 
     def pack(self) -> tuple[float, ...]:
-        """Return the report as numbers, without a rate of None."""
+        """Return the report as numbers, omitting a rate of None."""
         return self[:-1] if self.rate is None else self  # type: ignore[return-value]
 
 
 class _Round(NamedTuple):
-    """A round of all workers, and the ranks among which it is dealt."""
+    """A round of all workers, and the ranks among which it is divided."""
 
     lease: SampleLease
     workers: list[int]
@@ -114,21 +113,21 @@ class _Round(NamedTuple):
 
 
 class Budget:
-    """Kept by rank 0. Grants samples up to ``limit``, the end of the current segment.
+    """Rank 0's budget, which grants samples up to ``limit``, the end of the current segment.
 
-    Samples granted to a rank that fails are not granted again: their fate is unknown.
+    Samples granted to a rank that fails are not granted again: their use is unknown.
 
     Args:
         total: samples of the whole run.
         on_report: called with (rank, report) for every request.
-        lockstep: the ranks that advance in rounds, each round dealt evenly to all of them, so
-            that all take as many steps; none: each draws for itself.
+        lockstep: the ranks that advance in rounds, each round divided evenly among all of them,
+            so that all take the same number of steps; empty: each draws separately.
 
     Attributes:
         drawn: samples granted or passed over.
-        passed_over: of those drawn, granted to no rank.
-        closed_by: the rank that has closed the run; None: none has.
-        granted_before: samples granted to each rank before this segment, by a budget of as many
+        passed_over: number of those drawn that were granted to no rank.
+        closed_by: the rank that has closed the run; None: not closed.
+        granted_before: samples granted to each rank before this segment, with the same number of
             ranks.
     """
 
@@ -197,7 +196,7 @@ class Budget:
         return SampleLease(self.drawn - count, count, count, scale=scale)
 
     def _part_of_round(self, rank: int, want: int) -> SampleLease:
-        """Return a worker's part of its next round, which the first request for it decides."""
+        """Return a worker's part of its next round, which the first request determines."""
         turn = self._turns[rank]
         self._turns[rank] += 1
         if turn == len(self._rounds):
@@ -207,10 +206,10 @@ class Budget:
         return self._rounds[turn].part(rank)
 
     def _lose(self, rank: int) -> None:
-        """Grant no more to a rank that has failed; its parts of rounds already dealt are lost."""
+        """Stop granting to a failed rank; its parts of rounds already divided are lost."""
         self._early = [draw for draw in self._early if draw[0] != rank]
         if rank in self._workers:
-            rest = [decided.part(rank).size for decided in self._rounds[self._turns[rank] :]]
+            rest = [round_.part(rank).size for round_ in self._rounds[self._turns[rank] :]]
             self._granted[rank] += [size for size in rest if size]
             self._workers.remove(rank)
             self._absent.append(rank)
@@ -230,12 +229,12 @@ class Budget:
         return [sum(both) for both in zip(self.granted_before, in_segment, strict=True)]
 
     def begin_at(self, drawn: int, passed_over: int) -> None:
-        """Continue after ``drawn`` samples, of which ``passed_over`` were."""
+        """Continue after ``drawn`` samples, of which ``passed_over`` were passed over."""
         self.drawn = self._opened = drawn
         self.passed_over = self._passed_over_before = passed_over
 
     def in_flight(self) -> dict[str, Any]:
-        """Return the present segment's samples granted to and reported by each rank."""
+        """Return the current segment's samples granted to and reported by each rank."""
         return {
             "opened": self._opened,
             "granted": list(map(sum, self._granted)),
@@ -248,7 +247,7 @@ class Budget:
         }
 
     def open(self, limit: int) -> None:
-        """Grant samples up to number ``limit`` of the run, first to early requests."""
+        """Start a segment up to sample number ``limit``; grant early requests first."""
         with self._transport.atomic():
             self.limit, self._is_open = min(limit, self.total), True
             self._opened, self._passed_over_before = self.drawn, self.passed_over
@@ -258,13 +257,13 @@ class Budget:
             self._granted = [[] for _ in self._turns]
             self._computed = [0] * len(self._turns)
             for rank in sorted(self._transport.failed):
-                self._lose(rank)  # also one that had failed before there was a budget
+                self._lose(rank)  # it may have failed before this budget existed
             for rank, want in self._early:
                 self._grant(rank, want)
             self._early.clear()
 
     def close(self) -> None:
-        """End the segment on every rank: requests from now on are for the next one."""
+        """End the segment on every rank: requests from now on belong to the next one."""
         self._is_open = False
 
     def stop(self) -> None:
@@ -283,23 +282,23 @@ class SampleClient:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._grants: deque[Request] = deque()
-        self._free: list[Tensor] = []  # buffers of grants, as long as the ranks are many
+        self._free: list[Tensor] = []  # buffers of grants, whose length depends on the ranks
         self._ahead = 1
         self._computing = False
 
     def open(self) -> None:
-        """Begin a segment."""
+        """Start a segment."""
         self._ahead = 1
         self._computing = False
 
     @property
     def short(self) -> int:
-        """Leases to request now: one ahead, twice as many each time that one came too late."""
+        """Number of leases to request now: one ahead, doubled each time that one came too late."""
         return self._ahead - len(self._grants)
 
     @property
     def outstanding(self) -> int:
-        """Leases that have been requested and not been taken."""
+        """Number of leases that have been requested but not taken."""
         return len(self._grants)
 
     def request(self, want: int, report: WorkerReport) -> None:
@@ -314,25 +313,25 @@ class SampleClient:
         self._send(0, report)
 
     def stop(self) -> None:
-        """Request that nothing more is granted to any worker, and the run ends."""
+        """Request the end of the run: no more samples are granted to any worker."""
         self._send(STOP, WorkerReport())
 
     def close_run(self) -> None:
-        """Request that nothing more is granted to any worker, and the run ends without results."""
+        """Request the end of the run without results: no more samples are granted."""
         self._send(CLOSE, WorkerReport())
 
     def pass_over(self, samples: int) -> None:
-        """Request that nothing before number ``samples`` is granted any more."""
+        """Request that samples before number ``samples`` are not granted any more."""
         self._send(-samples, WorkerReport())
 
     def _send(self, want: float, report: WorkerReport) -> None:
         self._transport.isend((want, *report.pack()), COORDINATOR, Tag.DRAW)
 
     def take(self) -> SampleLease:
-        """Return the first lease requested; waits until it has arrived."""
+        """Wait for the first requested lease and return it."""
         receive = self._grants.popleft()
         if not self._transport.test(receive):
-            # A segment's first lease cannot have come: that is no sign of a slow network.
+            # A segment's first lease cannot have arrived, so it does not indicate a slow network.
             if self._computing:
                 self._ahead = min(2 * self._ahead, MOST_AHEAD)
             self._transport.wait(receive)

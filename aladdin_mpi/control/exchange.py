@@ -1,4 +1,4 @@
-"""Small facts that ranks exchange outside training, and errors that they agree on."""
+"""Exchange of small facts outside training, and errors that all ranks agree on."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ T = TypeVar("T")
 
 
 def gather(transport: Transport, fact: Any) -> list[Any]:
-    """Return all ranks' ``fact`` (anything that JSON holds) by rank at rank 0; [] elsewhere.
+    """Return all ranks' ``fact`` (any JSON value) by rank on rank 0; [] elsewhere.
 
-    That of a rank that has failed is None.
+    The entry of a failed rank is None.
     """
     facts = meet(transport, fact)
     if facts is not None:
-        return [] if transport.rank else [fact, *map(_as_read, facts[1:])]
+        return [] if transport.rank else [fact, *map(_json_copy, facts[1:])]
     if transport.rank:
-        transport.wait(*_send(transport, _written(fact), 0, Tag.SETUP))
+        transport.wait(*_send(transport, _to_json(fact), 0, Tag.SETUP))
         return []
     received = [fact]
     for rank in range(1, transport.size):
         received.append(None)
         with suppress(PeerFailedError):
-            received[rank] = _read(_receive(transport, rank, Tag.SETUP))
+            received[rank] = _from_json(_receive(transport, rank, Tag.SETUP))
     return received
 
 
 def broadcast(transport: Transport, fact: Any) -> Any:
-    """Return rank 0's ``fact`` at every surviving rank."""
-    facts = meet(transport, None if transport.rank else _as_read(fact))
+    """Return rank 0's ``fact`` on every surviving rank."""
+    facts = meet(transport, None if transport.rank else _json_copy(fact))
     if facts is not None:
         return facts[0] if transport.rank else fact
     return _broadcast(transport, fact)
@@ -49,8 +49,8 @@ def broadcast(transport: Transport, fact: Any) -> Any:
 def _broadcast(transport: Transport, fact: Any) -> Any:
     """Broadcast by messages."""
     if transport.rank:
-        return _read(_receive(transport, 0, Tag.SETUP))
-    message = _written(fact)
+        return _from_json(_receive(transport, 0, Tag.SETUP))
+    message = _to_json(fact)
     for dest in range(1, transport.size):
         with suppress(PeerFailedError):
             transport.wait(*_send(transport, message, dest, Tag.SETUP))
@@ -58,7 +58,7 @@ def _broadcast(transport: Transport, fact: Any) -> Any:
 
 
 def broadcast_tensor(transport: Transport, values: Tensor, root: int) -> None:
-    """Copy the CPU tensor ``values`` of rank ``root`` into that of every surviving rank."""
+    """Copy the CPU tensor ``values`` of rank ``root`` to every surviving rank."""
     if not transport.survives:
         transport.wait(transport.ibroadcast(values, root))
         return
@@ -96,8 +96,8 @@ def all_or_none(transport: Transport, attempt: Callable[[], T]) -> T:
     """Return the result of ``attempt`` if it succeeds on every rank.
 
     Raises:
-        UserError: at rank 0, what was wrong, and on which ranks if not on all.
-        RefusedError: at the other ranks.
+        UserError: on rank 0: the error, and the ranks concerned if not all.
+        RefusedError: on the other ranks.
     """
     result: T | None = None
     problem = None
@@ -111,7 +111,7 @@ def all_or_none(transport: Transport, attempt: Callable[[], T]) -> T:
         return result  # type: ignore[return-value]
     if problems is None:
         problems = gather(transport, problem)
-    # By messages: the errors of other ranks are to follow that of rank 0, which says what is wrong.
+    # By messages: the other ranks must fail after rank 0, whose error is the informative one.
     summary: str = _broadcast(transport, combined(problems, transport.size))
     if summary:
         transport.close()
@@ -120,19 +120,19 @@ def all_or_none(transport: Transport, attempt: Callable[[], T]) -> T:
 
 
 def packed(value: Any) -> Tensor:
-    """Return the bytes of what a checkpoint can hold: tensors, numbers, strings, lists, dicts."""
+    """Return the bytes of a value that a checkpoint can hold: tensors, numbers, strings, ..."""
     file = BytesIO()
     torch.save(value, file)
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
 
 
 def unpacked(data: Tensor) -> Any:
-    """The inverse of :func:`packed`."""
+    """Return the value of :func:`packed` bytes."""
     return torch.load(BytesIO(data.numpy().tobytes()), weights_only=True)
 
 
 def send_object(transport: Transport, value: Any, dest: int, tag: Tag) -> list[Request]:
-    """Start to send what :func:`packed` takes."""
+    """Start to send a value that :func:`packed` accepts."""
     return _send(transport, packed(value), dest, tag)
 
 
@@ -143,33 +143,32 @@ def receive_object(
     timeout: float | None = None,
     unless: Callable[[], bool] = lambda: False,
 ) -> Any:
-    """Receive what :func:`send_object` has sent.
+    """Receive a value sent by :func:`send_object`.
 
-    ``timeout`` in seconds replaces the transport's own, ``unless`` ``unless()`` is true when it
-    has run out.
+    ``timeout`` in seconds replaces the transport's, except if ``unless()`` is true when it expires.
 
     Raises:
-        PeerFailedError: that rank has failed.
+        PeerFailedError: ``source`` has failed.
         TimeoutError: nothing arrived in that time.
     """
     return unpacked(_receive(transport, source, tag, timeout, unless))
 
 
-def _written(fact: Any) -> Tensor:
+def _to_json(fact: Any) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(fact).encode()), dtype=torch.uint8)
 
 
-def _read(data: Tensor) -> Any:
+def _from_json(data: Tensor) -> Any:
     return json.loads(data.numpy().tobytes())
 
 
-def _as_read(fact: Any) -> Any:
-    """Return ``fact`` as it arrives at another rank."""
+def _json_copy(fact: Any) -> Any:
+    """Return ``fact`` as other ranks receive it."""
     return fact if fact is None or type(fact) in (str, int) else json.loads(json.dumps(fact))
 
 
 def _send(transport: Transport, data: Tensor, dest: int, tag: Tag) -> list[Request]:
-    """Start to send the number of bytes, and these."""
+    """Start to send the number of bytes, then the bytes."""
     return [transport.isend(part, dest, tag) for part in (torch.tensor([data.numel()]), data)]
 
 
@@ -192,7 +191,7 @@ def _receive(
 
 
 def barrier(transport: Transport) -> None:
-    """Wait until every surviving rank has come here.
+    """Wait until every surviving rank has called it.
 
     Raises:
         PeerFailedError: rank 0 has failed.
@@ -200,12 +199,12 @@ def barrier(transport: Transport) -> None:
     if not transport.survives:
         transport.wait(transport.ibarrier())
         return
-    nothing = torch.empty(0, dtype=torch.uint8)
+    empty = torch.empty(0, dtype=torch.uint8)
     if transport.rank:
-        transport.isend(nothing, 0, Tag.BARRIER)
-        transport.wait(transport.irecv(nothing, 0, Tag.BARRIER))
+        transport.isend(empty, 0, Tag.BARRIER)
+        transport.wait(transport.irecv(empty, 0, Tag.BARRIER))
         return
     others = surviving_ranks(transport)[1:]
-    wait_ended(transport, [transport.irecv(nothing, rank, Tag.BARRIER) for rank in others])
+    wait_ended(transport, [transport.irecv(empty, rank, Tag.BARRIER) for rank in others])
     for rank in others:
-        transport.isend(nothing, rank, Tag.BARRIER)
+        transport.isend(empty, rank, Tag.BARRIER)

@@ -1,13 +1,13 @@
-"""Heartbeats: ranks that hang, or are cut off by the network, are excluded from the run.
+"""Heartbeats, by which hanging or disconnected ranks are detected and excluded from the run.
 
-MPI reports ranks that have died, if at all, but not one that stands still (stopped, swapped out,
-its file system gone) or whose link is cut. So every rank sends heartbeats to rank 0, which answers
-them. Rank 0 excludes ranks that are silent for too long, and informs all; also the silent one,
-which reads it when it comes back, and leaves.
+MPI may report failed ranks, but not one that hangs (stopped, swapped out, on a failed file system)
+or whose link is down. So every rank sends heartbeats to rank 0, which answers them. Rank 0 excludes
+ranks whose heartbeats time out, and notifies all; also the excluded one, which reads the message
+if it comes back, and exits.
 
-A standby, the first of the others, watches rank 0. The others send it their heartbeats as well, so
-that it can distinguish a rank 0 that hangs from a link of its own that is cut. If the others can
-continue without rank 0 the standby excludes it.
+A standby, the first of the other ranks, watches rank 0. The others send heartbeats to it as
+well, so that it can distinguish a hanging rank 0 from a failure of its link. If the others
+can continue without rank 0, the standby excludes it.
 """
 
 from __future__ import annotations
@@ -20,47 +20,47 @@ from aladdin_mpi.errors import ExcludedError, LostError
 from aladdin_mpi.transport.base import Transport, surviving_ranks
 
 SIGNS = 6
-"""Heartbeats that a rank sends within the time after which it would be excluded."""
+"""Number of heartbeats that a rank sends within the timeout."""
 STANDBY_PATIENCE, PATIENCE = 1.5, 3.0
-"""Multiples of that time after which the standby and the others give up rank 0."""
+"""Multiples of the timeout after which the standby and the other ranks give up rank 0."""
 GOODBYE = 1
 """Marks a rank's last heartbeat."""
 
 
 class Heartbeats:
-    """The heartbeats of one rank, to be made, and closed, on every rank.
+    """The heartbeats of one rank; to be created and closed on every rank.
 
-    They come from the transport's own thread, so that a rank that computes for long sends them
-    too. A rank that has stood still itself gives the others time to be heard again.
-    ``timeout`` is the seconds of silence after which a rank is excluded; 0: never.
+    The transport's thread sends them, so that a rank that computes for a long time sends them too.
+    After a pause, a rank gives the others time to send heartbeats again. ``timeout`` is
+    the number of seconds without a heartbeat after which a rank is excluded; 0: never.
     """
 
     def __init__(self, transport: Transport, timeout: float) -> None:
         self._transport = transport
         self._timeout = timeout
         self._heard: dict[int, float] = {}
-        self._last_look = transport.now()
-        # Without a progress thread a rank that computes would seem to hang.
+        self._last_check = transport.now()
+        # Without a progress thread a computing rank would seem to hang.
         self._hooks = transport.poll_hooks if timeout > 0 and transport.progresses else None
         if self._hooks is not None:
             others = set(range(transport.size)) - {transport.rank}
             self._heard = dict.fromkeys(others, transport.now())
-            transport.exclude_from_traffic(Tag.ALIVE, Tag.EXCLUDED)
-            transport.on_message(Tag.ALIVE, 8, self._hear)
+            transport.exclude_from_traffic(Tag.HEARTBEAT, Tag.EXCLUDED)
+            transport.on_message(Tag.HEARTBEAT, 8, self._record_heartbeat)
             transport.on_message(Tag.EXCLUDED, 8, self._exclude)
-            self._hooks.watch(self._look)
+            self._hooks.watch(self._check)
 
     def close(self) -> None:
-        """End the heartbeats and the watch: the run is over for this rank."""
+        """Stop heartbeats and watching at the end of the run on this rank."""
         if self._hooks is not None:
             self.give_up()
             for dest in self._watchers():
                 self._send(dest, GOODBYE)
 
     def give_up(self) -> None:
-        """End the watch and inform no rank: the group is revoked."""
+        """Stop watching without notifying other ranks, as the group is revoked."""
         if self._hooks is not None:
-            self._hooks.unwatch(self._look)
+            self._hooks.unwatch(self._check)
             self._hooks = None
 
     @property
@@ -68,15 +68,15 @@ class Heartbeats:
         return next(iter(surviving_ranks(self._transport)[1:]), 0)
 
     def _watchers(self) -> set[int]:
-        """Return the ranks that this one sends heartbeats to."""
+        """Return the ranks to which this one sends heartbeats."""
         if self._transport.rank == 0:
             return set()
         return {0, self._standby} - {self._transport.rank}
 
-    def _send(self, dest: int, number: int = 0, tag: Tag = Tag.ALIVE) -> None:
+    def _send(self, dest: int, number: int = 0, tag: Tag = Tag.HEARTBEAT) -> None:
         self._transport.isend(torch.tensor([number]), dest, tag)
 
-    def _hear(self, source: int, message: Tensor) -> None:
+    def _record_heartbeat(self, source: int, message: Tensor) -> None:
         if int(message.view(torch.int64)) == GOODBYE:
             self._heard.pop(source, None)
             return
@@ -85,14 +85,14 @@ class Heartbeats:
         if self._transport.rank == 0:
             self._send(source)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         now = self._transport.now()
-        if now - self._last_look < self._timeout / SIGNS:
+        if now - self._last_check < self._timeout / SIGNS:
             return
         with self._transport.atomic():
-            stood_still = now - self._last_look > self._timeout / 2
-            self._last_look = now
-            if stood_still:
+            has_paused = now - self._last_check > self._timeout / 2
+            self._last_check = now
+            if has_paused:
                 self._heard = dict.fromkeys(self._heard, now)
             for dest in self._watchers():
                 self._send(dest)
@@ -113,7 +113,7 @@ class Heartbeats:
         return [r for r, heard in self._heard.items() if now - heard > limit and r not in failed]
 
     def _cut_off(self, silent: int) -> None:
-        """Exclude a rank, and inform all: at rank 0, or of rank 0."""
+        """Exclude a rank and notify all; called on rank 0, or for rank 0 on the standby."""
         if self._transport.survives:  # otherwise the job ends here
             for dest in surviving_ranks(self._transport):
                 if dest != self._transport.rank:
@@ -130,7 +130,7 @@ class Heartbeats:
         self._transport.exclude(silent)
 
     def _continue_without_rank_0(self, now: float, is_standby: bool) -> None:
-        """Continue without rank 0, or end the job, or this rank alone, if its own link is cut."""
+        """Continue without rank 0, or end the job, or only this rank if its own link is down."""
         silence = f"{self._name(0)} has sent no heartbeat for {now - self._heard[0]:.0f} s"
         if is_standby and self._transport.is_revoked(without=0) and self._hears_most(now):
             self._cut_off(0)
@@ -141,7 +141,7 @@ class Heartbeats:
         raise LostError(f"{silence}; it is the coordinator")
 
     def _hears_others(self, now: float) -> bool:
-        """Whether the silence of rank 0 is not due to this rank's own link."""
+        """Return whether the silence of rank 0 is not due to this rank's own link."""
         hosts, mine = self._transport.hosts, self._transport.host
         others = [
             r for r in surviving_ranks(self._transport)[1:] if hosts[r] != mine and r in self._heard
@@ -151,9 +151,9 @@ class Heartbeats:
         return any(now - self._heard[r] <= self._timeout for r in others)
 
     def _hears_most(self, now: float) -> bool:
-        """Whether this side of a cut network has more than half of the ranks.
+        """Return whether this side of a partitioned network has more than half of the ranks.
 
-        On the host of rank 0 it is rank 0 itself that hangs.
+        On the host of rank 0, rank 0 itself must be hanging.
         """
         if self._transport.hosts[0] == self._transport.host:
             return True

@@ -1,4 +1,4 @@
-"""The training loss of all workers, from their messages."""
+"""The training loss of all workers, from their reports."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from math import isfinite, nan
 class GlobalLoss:
     """Mean loss of the gradients in every worker's newest message.
 
-    ``value`` is NaN until all workers have reported, and with timed computing.
+    ``value`` is NaN until all workers have reported, and with simulated computation.
     """
 
     def __init__(self, workers: int) -> None:
         self.newest: list[tuple[float, int]] = [(nan, 1)] * workers
 
     def report(self, worker: int, loss: float, gradients: int) -> None:
-        """Take in a worker's mean loss over its gradients; NaN if all of them were refused."""
+        """Record a worker's mean loss over its gradients; ignore NaN, if all were refused."""
         if isfinite(loss):
             self.newest[worker] = (loss, gradients)
 
@@ -25,6 +25,6 @@ class GlobalLoss:
 
     @property
     def value(self) -> float:
-        """The mean over all gradients."""
+        """Mean over all gradients."""
         total = sum(loss * gradients for loss, gradients in self.newest)
         return total / max(1, sum(gradients for _, gradients in self.newest))

@@ -1,4 +1,4 @@
-"""Refused gradients and messages: how ranks report them to rank 0, and its record of them."""
+"""Refused gradients and messages: reports to rank 0, and its record of them."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from aladdin_mpi.transport.base import Transport
 
 
 class Reason(IntEnum):
-    """The reason of a refusal."""
+    """The reason for a refusal."""
 
-    NAN = 1  # a bucket of a gradient holds NaN
-    INFINITE = 2  # it holds an infinite value, or its sum is infinite
-    LOSS = 3  # the batch's loss is not within --max-loss
-    LOSS_ONLY = 4  # the loss is not finite, the gradient is: the latter alone is used
-    ARRIVED = 5  # what arrived at a server is not finite, though its sender had checked it
-    CHECKSUM = 6  # what arrived is not what was sent
-    SCALE = 7  # as the first two, of a loss that was scaled for half precision
-    UNUSED = 8  # nothing is refused: parameters without a gradient are stepped with zero
+    NAN = 1  # a bucket of a gradient contains NaN
+    INFINITE = 2  # it contains an infinite value, or its sum is infinite
+    LOSS = 3  # the batch's loss exceeds --max-loss
+    LOSS_ONLY = 4  # the loss is not finite but the gradient is; only the gradient is used
+    ARRIVED = 5  # a message to a server is not finite, although its sender has checked it
+    CHECKSUM = 6  # a message was damaged in transit
+    SCALE = 7  # NAN or INFINITE, with a loss that was scaled for half precision
+    UNUSED = 8  # no refusal: parameters without a gradient are stepped with zero
 
 
 class Refusal(NamedTuple):
     """One refusal.
 
-    ``rank`` is the one whose gradient or message it was. ``bucket`` is -1 if there is none.
-    ``sample`` is the number of the run's sample that the batch begins at. ``value`` is the loss,
-    or the tag of a message. ``in_a_row`` counts the rank's last steps, all of which were refused.
+    ``rank`` is the origin of the gradient or message. ``bucket`` is -1 if unknown. ``sample`` is
+    the sample number at which the batch starts. ``value`` is the loss, or the tag of a message.
+    ``in_a_row`` counts the rank's last steps, all of which were refused.
     """
 
     reason: int
@@ -51,7 +51,7 @@ class Refusal(NamedTuple):
 
     @staticmethod
     def unpack(message: Tensor) -> Refusal:
-        """The inverse of :meth:`pack`, from the message's bytes."""
+        """Return the refusal from the bytes of a message."""
         reason, rank, bucket, sample, value, in_a_row = message.view(torch.float64).tolist()
         return Refusal(int(reason), int(rank), int(bucket), int(sample), value, int(in_a_row))
 
@@ -61,14 +61,14 @@ NBYTES = 8 * len(Refusal._fields)
 
 
 def report(transport: Transport, refusal: Refusal) -> None:
-    """Report a refusal to rank 0. Never waits; a message handler may call it."""
+    """Report a refusal to rank 0. Never blocks; a message handler may call it."""
     transport.isend(refusal.pack(), COORDINATOR, Tag.REFUSAL)
 
 
 MOST_IN_A_ROW = 20
-"""Refused steps of a worker in a row that end the run."""
+"""Number of a worker's consecutive refused steps that ends the run."""
 WARNED_ALWAYS = 3
-"""Refusals of one kind and rank that are printed; then the 10th, the 100th, ..."""
+"""Number of refusals of one kind and rank that are printed; then the 10th, the 100th, ..."""
 KINDS = {
     **dict.fromkeys((Reason.NAN, Reason.INFINITE, Reason.LOSS), "gradient refused"),
     Reason.LOSS_ONLY: "loss left out",
@@ -80,7 +80,7 @@ class Ledger(Stateful):
     """Rank 0's record of refusals: it warns, counts, and ends a run that cannot recover.
 
     Args:
-        first_worker: the rank of worker 0.
+        first_worker: rank of worker 0.
         budget: its loss scale is halved when a gradient overflows.
     """
 
@@ -94,7 +94,7 @@ class Ledger(Stateful):
         self._first: dict[tuple[int, str], str] = {}
         self._has_ended = False
         self._has_reported_unused = False
-        transport.on_message(Tag.REFUSAL, NBYTES, self._hear)
+        transport.on_message(Tag.REFUSAL, NBYTES, self._handle)
 
     def count(self, kind: str) -> int:
         """Return the number of refusals of a kind, on all ranks."""
@@ -107,7 +107,7 @@ class Ledger(Stateful):
             for (rank, kind), first in sorted(self._first.items())
         ]
 
-    def _hear(self, source: int, message: Tensor) -> None:
+    def _handle(self, source: int, message: Tensor) -> None:
         refusal = Refusal.unpack(message)
         if refusal.reason == Reason.SCALE:
             self._halve_scale(refusal)
@@ -126,7 +126,7 @@ class Ledger(Stateful):
             more = f" ({count} so far)" if count > 1 else ""
             self._print(f"{self._name(refusal.rank)}: {kind}: {why}{more}")
         if refusal.in_a_row >= MOST_IN_A_ROW and not self._has_ended:
-            self._has_ended = True  # several threads may run handlers: the error is raised once
+            self._has_ended = True  # several threads may run handlers, so raise only once
             raise UserError(_last_words(self._name(refusal.rank), refusal, why))
 
     def _halve_scale(self, refusal: Refusal) -> None:
@@ -149,7 +149,7 @@ class Ledger(Stateful):
         )
 
     def checkpoint_skipped(self, samples: int, doubt: str) -> None:
-        """Report that no checkpoint is written, and why."""
+        """Report that no checkpoint is written, and the reason."""
         self._print(f"checkpoint at {samples} samples skipped, the previous one is kept: {doubt}")
 
     def _print(self, text: str) -> None:

@@ -1,11 +1,11 @@
-"""The tags of all messages above the transport, in one place so that none is used twice."""
+"""The tags of all messages above the transport, in one place to keep them unique."""
 
 from __future__ import annotations
 
 from enum import IntEnum, unique
 
 COORDINATOR = 0
-"""The rank that keeps the budget and the metrics."""
+"""The rank that manages the budget and the metrics."""
 
 
 @unique
@@ -15,54 +15,54 @@ class Tag(IntEnum):
     GRADIENT = 1  # worker to server: a header, then buckets
     MODEL = 2  # server to worker: a header, then a bucket
     DRAW = 3  # to the coordinator: a request for a sample lease, with a report
-    GRANT = 4  # its answer
-    NODE_TICKET = 25  # leader of a node to its other workers: a part of the node's samples
+    GRANT = 4  # answer to DRAW: the lease
+    NODE_LEASE = 25  # leader of a node to its other workers: a part of the node's samples
     SNAPSHOT = 5  # from rank 0: a request for a part of the model
-    SHARD = 6  # its answer: one bucket in a frame
-    EVALUATE = 23  # from rank 0, and from worker to worker: a piece of the model to evaluate
+    SHARD = 6  # answer to SNAPSHOT: one bucket in a frame
+    EVALUATE = 23  # from rank 0, and between workers: a piece of the model to evaluate
     EVALUATED = 24  # worker to rank 0: sums over its part of the test data
     BARRIER = 12  # to rank 0: this rank has arrived; its answer: all have
     LOCAL_GRADIENT = 9  # worker to the leading worker of its host: a bucket
-    LOCAL_MODEL = 10  # the other way
+    LOCAL_MODEL = 10  # leading worker of a host to its workers: a bucket
     SAMPLE = 15  # from rank 0: a request for a sample of the model
-    SAMPLED = 16  # its answer
+    SAMPLED = 16  # answer to SAMPLE
     INPUTS = 17  # first worker to rank 0: inputs of the module
-    FIGURES = 18  # worker to rank 0: figures of the user's loop
-    AMONG_WORKERS = 19  # worker to worker: a value of the user's loop, to be added up
-    SKIPPED = 22  # worker to rank 0: an image that cannot be read
-    PROBE = 34  # of a probe of the cluster: bytes that are only timed
-    SETUP = 7  # before training: what all ranks must agree on
+    FIGURES = 18  # worker to rank 0: metrics logged by the training loop
+    AMONG_WORKERS = 19  # between workers: a value of the training loop, to be summed
+    SKIPPED = 22  # worker to rank 0: an unreadable image
+    PROBE = 34  # in a probe of the cluster: bytes that are only timed
+    SETUP = 7  # before training: facts that all ranks must agree on
     REPORT = 8  # after training: totals for the summary
     SUSPEND = 11  # to the coordinator: the signal after which the run is saved and ends
-    ALIVE = 13  # a heartbeat to rank 0 or its standby, or an answer of rank 0
+    HEARTBEAT = 13  # to rank 0 or its standby, or an answer of rank 0
     EXCLUDED = 14  # from rank 0, to all: a rank that is excluded from the run
-    REFUSAL = 20  # to rank 0: something was refused
+    REFUSAL = 20  # to rank 0: a refused gradient or message
     WHOLE = 21  # between worker and server: a difference was lost, send the whole bucket
-    DEPUTY = 26  # rank 0 to its standby: its state of the run
-    JOIN = 27  # between two groups, to the first rank of the next: what this rank brings
-    MEMBERS = 28  # its answer: the members
-    STATE = 29  # in a new group, to rank 0: this rank's state in the former one
-    MIRROR = 31  # server to its replica's rank: a bucket's length, then the bucket
-    COMING = 33  # between two groups, to the first rank of the next: this rank lives and will join
+    STANDBY = 26  # rank 0 to its standby: its state of the run
+    JOIN = 27  # between two groups, to the first rank of the next: state to be merged
+    MEMBERS = 28  # answer to JOIN: the members
+    STATE = 29  # in a new group, to rank 0: this rank's state in the previous one
+    REPLICA = 31  # server to its replica's rank: a bucket's length, then the bucket
+    COMING = 33  # between two groups, to the first rank of the next: this rank will join
     SPARES_GO = 30  # to spare ranks: the run has ended without them
     SPARES_CALLED = 32  # to spare ranks: a group is revoked, and these ranks are excluded
-    REDUCE_SCATTER = 40  # worker to worker: a part of a bucket, for its owner to add
-    ALL_GATHER = 41  # worker to worker: a part of a bucket, summed
+    REDUCE_SCATTER = 40  # between workers: a part of a bucket, for its owner to add
+    ALL_GATHER = 41  # between workers: a part of a bucket, summed
     STEPS = 42  # worker to rank 0, after a failure: number of steps it has summed
-    STEPS_OF_ALL = 43  # its answer: the numbers of all
-    SUMS = 44  # worker to worker: the sums of a step that the other lacks
-    PUSH = 50  # worker to worker, push-sum: a weight, then a model in buckets
-    GOSSIP = 51  # worker to worker: the buckets' weights, then a model; or nothing: the end
-    GOSSIP_ENDED = 52  # to oneself: every worker's end has arrived
-    AVERAGE = 53  # worker to worker: a model in buckets, to be averaged
-    AVERAGED = 54  # its answer: the other model as it was before
+    STEPS_OF_ALL = 43  # answer to STEPS: the numbers of all
+    SUMS = 44  # between workers: the sums of a step that the other lacks
+    PUSH = 50  # between workers, push-sum: a weight, then a model in buckets
+    GOSSIP = 51  # between workers: the buckets' weights, then a model; empty: the end
+    GOSSIP_ENDED = 52  # to the rank itself: every worker's end has arrived
+    AVERAGE = 53  # between workers: a model in buckets, to be averaged
+    AVERAGED = 54  # answer to AVERAGE: the other model before averaging
 
 
 _GENERATIONS = 1000
 
 
 def of_generation(number: int) -> tuple[int, int]:
-    """Return the tags of parts and sums after ``number`` regroupings: older may be in flight."""
+    """Return the tags of parts and sums after ``number`` regroupings; old ones may be in flight."""
     return _GENERATIONS + 2 * number, _GENERATIONS + 2 * number + 1
 
 
@@ -70,4 +70,4 @@ SEALED = frozenset(
     {Tag.GRADIENT, Tag.MODEL, Tag.LOCAL_GRADIENT, Tag.LOCAL_MODEL}
     | {Tag.PUSH, Tag.GOSSIP, Tag.AVERAGE, Tag.AVERAGED}
 )
-"""Those of gradients and models, and of their headers: they have checksums on request."""
+"""Tags of gradients and models, with their headers, which have checksums on request."""

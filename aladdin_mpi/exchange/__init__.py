@@ -1,1 +1,1 @@
-"""How workers exchange gradients and models: with parameter servers, or with each other."""
+"""Exchange of gradients and models between workers, and with parameter servers."""

@@ -1,16 +1,16 @@
-"""Where the global model will be when a worker's gradient is added to it.
+"""Prediction of the global model at the time when a worker's gradient is added to it.
 
-The worker runs the synchronous recursion on by itself. From two models that came it reads
-the velocity of all workers together; steps of its own that no model holds yet stand for what
-everybody does meanwhile. For each bucket, with u = lr (g + d p) and n workers::
+The worker continues the synchronous recursion by itself. It computes the joint velocity of all
+workers from two received models; its own steps that no model includes yet stand in for the steps
+of all workers in the same time. For each bucket, with u = lr (g + d p) and n workers::
 
     own step       V <- m V + w u;  x <- x - V
     a model M'     V <- (M - M') n / (N' - N);  x <- M';  M, N <- M', N'
                    and for each own u that is not in M':  V <- m V + w u;  x <- x - V
     gradients at   p = x - k V,  k = m + m^2 + .. + m^L = m (1 - m^L) / (1 - m)
 
-N counts the gradients in a model. The parameters that the module computes with are p; x is
-``p + k V`` and needs no memory of its own. ``docs/design/aladdin.md`` derives the rule.
+N is the number of gradients in a model. The module computes with the parameters p; x is
+``p + k V`` and needs no extra memory. ``docs/design/aladdin.md`` derives the rule.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.worker.worker import Worker
 
 MOST_PENDING = 4
-"""Own steps that are kept apart until a model holds them; older ones are added up."""
+"""Largest number of own steps stored separately until a model includes them."""
 AGE_SHARE = 0.1
-"""Of the newest gradient in the running mean of ages."""
+"""Weight of the newest gradient in the running mean of ages."""
 
 
 @dataclass
 class Step:
-    """One of the worker's own steps, ``lr * raw``, until models of all buckets hold it.
+    """One of the worker's own steps, ``lr * raw``, kept until models of all buckets include it.
 
     Attributes:
-        index: its number in the segment, from 1.
+        index: number of the step in the segment, from 1.
         lr: its learning rate.
-        raw: the flat direction less its momentum.
-        base: for each bucket the gradients that were in the model it was computed on.
+        raw: flat direction without momentum.
+        base: for each bucket, the number of gradients in the model it was computed on.
     """
 
     index: int
@@ -56,10 +56,10 @@ class GlobalModelPredictor(Stateful):
     """x, V and M of all buckets.
 
     Args:
-        worker: whose parameters they move.
+        worker: worker whose parameters are moved.
         optimizer: makes steps of its gradients.
-        weight: w, what an own gradient stands for of everybody's; None: by its age a in
-            rounds, a / 2 between 1/2 and 1.
+        weight: w, the weight of an own gradient as a substitute for all workers'; None: a / 2,
+            limited to [1/2, 1], for an age of a rounds.
         lookahead: L, rounds to look ahead from x.
     """
 
@@ -84,11 +84,11 @@ class GlobalModelPredictor(Stateful):
         self.k = m * (1 - m**lookahead) / (1 - m)
         buckets = len(worker.layout.buckets)
         self.count = [0] * buckets
-        """N: gradients in the model that x stands on."""
+        """N: number of gradients in the model on which x is based."""
         self.own = [0] * buckets
-        """How many of them are this worker's, of this segment."""
+        """Number of this worker's gradients of this segment among them."""
         self.age = [1.0] * buckets
-        """In rounds, from the model that a gradient was computed on to its addition."""
+        """Rounds from the model that a gradient was computed on to its addition."""
         self.sent = 0
         self.begun = False
         self.pending: deque[Step] = deque()
@@ -96,12 +96,12 @@ class GlobalModelPredictor(Stateful):
 
     @property
     def n(self) -> float:
-        """Gradients of a round: as many as move the model by a step of all workers."""
+        """Gradients of a round: the number that moves the model by a step of all workers."""
         return self.worker.divisor
 
     # -- segments and steps -------------------------------------------------------------
     def open(self) -> None:
-        """Begin a segment: all former steps are at the servers, and in each model to come."""
+        """Start a segment: all models to come include every step of earlier segments."""
         self.own = [0] * len(self.own)
         self.sent = 0
         while self.pending:
@@ -111,7 +111,7 @@ class GlobalModelPredictor(Stateful):
             self.begun = True
 
     def begin(self, lr: float) -> None:
-        """Begin a step of the worker."""
+        """Start a step of the worker."""
         self._forget()
         if len(self.pending) >= MOST_PENDING:
             self._merge_oldest()
@@ -120,14 +120,14 @@ class GlobalModelPredictor(Stateful):
         self.pending.append(Step(self.sent, lr, raw, list(self.count)))
 
     def _forget(self) -> None:
-        """Steps that all models hold."""
+        """Discard steps that all models include."""
         while self.pending and self.pending[0].index <= min(self.own):
             self._free.append(self.pending.popleft().raw)
 
     def _merge_oldest(self) -> None:
-        """Where models are very late: memory has a bound, and two steps become one."""
+        """Merge the two oldest steps, which bounds memory when models are very late."""
         first, second = self.pending.popleft(), self.pending[0]
-        # At a rate of 0 there is nothing to scale by; the next model has the step anyway.
+        # At a rate of 0 the step cannot be rescaled; the next model includes it anyway.
         if second.lr and not first.raw.is_meta:
             for bucket in self.worker.layout.buckets:
                 if first.index > self.own[bucket.index]:
@@ -137,9 +137,9 @@ class GlobalModelPredictor(Stateful):
 
     # -- arithmetic ---------------------------------------------------------------------
     def advance(self, bucket: Bucket, g: Tensor) -> None:
-        """Backward has completed ``bucket``: its part of the flat ``g`` becomes the step to send.
+        """Turn the completed ``bucket`` of the flat gradient ``g`` into the step to send.
 
-        p moves on to where the next gradient is taken if no model comes.
+        p moves to the point of the next gradient in case no model arrives.
         """
         if g.is_meta:
             return
@@ -152,19 +152,19 @@ class GlobalModelPredictor(Stateful):
                 fused.track_advance(p, v, raw, mine, step.lr, m, w, k)
                 continue
             mine.mul_(step.lr)
-            p.add_(v, alpha=k)  # x: a handler that reads it now sees a model too
+            p.add_(v, alpha=k)  # x: a handler that reads it here gets a consistent model too
             v.mul_(m).add_(raw, alpha=w)
             p.sub_(v, alpha=1 + k)
 
     def rebase(self, bucket: Bucket, values: Tensor, count: int, own: int, before: int) -> None:
-        """A model has come: go on from there.
+        """Restart the prediction of a bucket from a received model.
 
         Args:
-            bucket: of the model.
-            values: its values.
-            count: N', the gradients in it.
-            own: how many of these are this worker's, of this segment.
-            before: how many gradients came before the newest of this worker's.
+            bucket: bucket of the model.
+            values: values of the model.
+            count: N', the number of gradients in it.
+            own: number of this worker's gradients of this segment among them.
+            before: number of gradients applied before this worker's newest.
         """
         index = bucket.index
         self._measure_age(index, own, before)
@@ -192,13 +192,13 @@ class GlobalModelPredictor(Stateful):
 
     # -- w ------------------------------------------------------------------------------
     def weight(self, bucket: Bucket) -> float:
-        """Of a bucket: w."""
+        """Return w for a bucket."""
         if self._weight is not None:
             return self._weight
         return min(max(self.age[bucket.index] / 2, 0.5), 1.0)
 
     def _measure_age(self, index: int, own: int, before: int) -> None:
-        """Of the worker's newest gradient in a model."""
+        """Update the mean age from the worker's newest gradient in a model."""
         for step in self.pending:
             if step.index == own > self.own[index]:
                 age = (before - step.base[index]) / self.n
@@ -206,16 +206,16 @@ class GlobalModelPredictor(Stateful):
 
     @property
     def mean_age(self) -> float:
-        """In rounds, over all buckets."""
+        """Mean age over all buckets, in rounds."""
         return sum(self.age) / max(1, len(self.age))
 
     # -- checkpoints --------------------------------------------------------------------
 
     def restart(self, count: int = 0) -> None:
-        """Without a state: what was here is not the worker's any more.
+        """Restart without a state, which belonged to another worker.
 
         Args:
-            count: gradients in the model that the worker has, if that is known.
+            count: number of gradients in the worker's model, if known.
         """
         clear(self.velocity)
         self.count = [count] * len(self.count)
@@ -223,7 +223,7 @@ class GlobalModelPredictor(Stateful):
 
 
 def _pieces(bucket: Bucket, vector: Tensor) -> Iterator[slice]:
-    """Parts of a bucket that a cache holds; on other devices than CPUs the whole."""
+    """Yield parts of a bucket that fit into a cache; on devices other than CPUs the whole."""
     size = BLOCK if vector.device.type == "cpu" else bucket.numel
     for start in range(bucket.start, bucket.stop, size):
         yield slice(start, min(start + size, bucket.stop))

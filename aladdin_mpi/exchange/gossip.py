@@ -1,4 +1,4 @@
-"""Models sent from worker to worker, and the inbox that mixes them in."""
+"""Models sent between workers, and the inbox that mixes them in."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from aladdin_mpi.worker.worker import Worker
 
 
 class _Copy:
-    """A model on its way."""
+    """A model in flight."""
 
     def __init__(self, values: Tensor) -> None:
         self.values = values
@@ -26,13 +26,13 @@ class _Copy:
 
 
 class ModelOutbox:
-    """Copies of a flat vector on their way to other workers.
+    """Copies of a flat vector in flight to other workers.
 
     The vector may be changed as soon as :meth:`send` has returned.
 
     Args:
-        tag: of the messages: a header, if there is one, then the buckets in order.
-        copies: largest number on their way at once.
+        tag: tag of the messages: a header, if any, then the buckets in order.
+        copies: largest number of copies in flight.
     """
 
     def __init__(self, worker: Worker, wire: DenseWire, tag: Tag, copies: int = 1) -> None:
@@ -44,26 +44,26 @@ class ModelOutbox:
 
     @property
     def is_free(self) -> bool:
-        """Whether :meth:`send` would not have to wait."""
+        """Whether :meth:`send` would return without waiting."""
         return all(self._is_delivered(request) for request in self._copies[0].requests)
 
     def _is_delivered(self, request: Request) -> bool:
         try:
             return self._transport.test(request)
         except PeerFailedError:
-            return True  # nobody waits for it
+            return True  # the receiver has failed
 
     def send(self, vector: Tensor, dest: int, header: Tensor | None = None) -> Tensor:
-        """Send to rank ``dest``; waits for the oldest copy if all are on their way.
+        """Send to rank ``dest``; wait for the oldest copy if all are in flight.
 
-        Returns the values as they are sent, until the copy is needed again.
+        Returns the values as sent, valid until the copy is reused.
         """
         copy = self._copies.pop(0)
         self._copies.append(copy)
         wait_ended(self._transport, copy.requests)
         event = self._wire.encode(vector, copy.values)
         if event is not None:
-            event.hold()  # what changes the vector from now on comes after the copying
+            event.hold()  # later changes of the vector are ordered after the copy
         send, tag = self._transport.isend, self._tag
         copy.requests = [] if header is None else [send(header, dest, tag)]
         for bucket in self._layout.buckets:
@@ -71,20 +71,20 @@ class ModelOutbox:
         return copy.values
 
     def flush(self) -> None:
-        """Wait until everything is delivered."""
+        """Wait until all copies are delivered."""
         for copy in self._copies:
             wait_ended(self._transport, copy.requests)
             copy.requests = []
 
 
 class GossipInbox:
-    """The weighted mean of all models that have come and not been taken yet.
+    """The weighted mean of all models that have arrived but have not been taken.
 
-    Mixing is a weighted mean, so that models which wait can be mixed with each other:
-    the inbox needs the memory of one model, however many come. A message is a
-    header with the weight of each bucket, then the buckets; an empty one says that
-    its sender's segment is over. Each bucket is mixed as soon as it has come, with a
-    weight of its own in ``weights``, so that none waits for the rest of its model.
+    Since mixing is a weighted mean, waiting models can be mixed with each other: the inbox
+    needs the memory of one model, however many arrive. A message is a header with the weight
+    of each bucket, then the buckets; an empty one marks the end of its sender's segment. Each
+    bucket is mixed on arrival, with its own weight in ``weights``, so that none waits for the
+    rest of its model.
     """
 
     def __init__(self, worker: Worker, wire: DenseWire) -> None:
@@ -95,12 +95,12 @@ class GossipInbox:
         self._mean = host_vector(worker.parameters)
         self.weights = [0.0] * len(worker.layout.buckets)
         self._lost = [0.0] * len(worker.layout.buckets)
-        """Weights of buckets that were damaged on their way."""
+        """Weights of buckets that were damaged in transit."""
         self._announced: dict[int, deque[tuple[Bucket, float]]] = {
             rank: deque() for rank in self._others
         }
         self._ended: set[int] = set()
-        self._all_told = False
+        self._all_ended = False
         largest = worker.layout.largest * wire.dtype.itemsize
         nbytes = max(8 * len(worker.layout.buckets), largest)
         worker.transport.on_message(Tag.GOSSIP, nbytes, self._receive)
@@ -122,24 +122,24 @@ class GossipInbox:
         if is_void(values):
             self._lost[bucket.index] += weight
             return
-        # A running mean, not a sum of weighted values: it holds however small the weights are.
+        # A running mean, not a sum of weighted values, stays accurate for very small weights.
         self.weights[bucket.index] += weight
         lerp(bucket.of(self._mean), values, weight / self.weights[bucket.index])
 
     def _check_ended(self) -> None:
-        """If no other has anything more to say in this segment, say so to who waits."""
-        if not self._all_told and self._ended.union(self._transport.failed).issuperset(
+        """Send the end marker to this rank itself once all other ranks have ended the segment."""
+        if not self._all_ended and self._ended.union(self._transport.failed).issuperset(
             self._others
         ):
-            # Handlers cannot wake who waits; a message can.
-            self._all_told = True
-            self._transport.isend(_nothing(), self._transport.rank, Tag.GOSSIP_ENDED)
+            # Handlers cannot wake a waiting thread, but a message can.
+            self._all_ended = True
+            self._transport.isend(_empty(), self._transport.rank, Tag.GOSSIP_ENDED)
 
     def take_into(self, x: Tensor, alpha: list[float]) -> None:
-        """``x <- (alpha x + a m) / (alpha + a)``, ``alpha <- alpha + a`` for every bucket.
+        """Compute ``x <- (alpha x + a m) / (alpha + a)``, ``alpha <- alpha + a`` for every bucket.
 
-        m is the mean in this inbox and a its weight, which is 0 then. The weight of what was
-        damaged goes to x, as if it had been like x: the sum of all weights stays 1.
+        m is the mean in this inbox and a its weight, which becomes 0. The weight of damaged buckets
+        is added to x's, as if they had been equal to x: the sum of all weights stays 1.
         """
         for bucket in self._layout.buckets:
             with self._transport.atomic():
@@ -152,17 +152,17 @@ class GossipInbox:
                     alpha[bucket.index], self.weights[bucket.index] = total, 0.0
 
     def drain(self) -> None:
-        """Tell all others that this was all, and wait until all have said so."""
-        all_ended = self._transport.irecv(_nothing(), self._transport.rank, Tag.GOSSIP_ENDED)
+        """Announce the end of this rank's messages, and wait for the others' announcements."""
+        all_ended = self._transport.irecv(_empty(), self._transport.rank, Tag.GOSSIP_ENDED)
         for rank in self._others:
-            self._transport.isend(_nothing(), rank, Tag.GOSSIP)
+            self._transport.isend(_empty(), rank, Tag.GOSSIP)
         with self._transport.atomic():
             self._check_ended()
         self._transport.wait(all_ended)
-        # Nobody ends the next segment before all have begun it.
+        # No rank ends the next segment before all have started it.
         self._ended.clear()
-        self._all_told = False
+        self._all_ended = False
 
 
-def _nothing() -> Tensor:
+def _empty() -> Tensor:
     return torch.empty(0, dtype=torch.uint8)

@@ -1,9 +1,9 @@
-"""When a worker requests models, and how strongly they are compressed.
+"""Timing of a worker's model requests, and the compression of messages.
 
-A model that is sent as soon as a gradient has come waits in the worker's inbox for most of a
-step, and ages. So the worker asks for it at a moment of its next step, told as the share f of
-the gradient that has reached the server by then: a server needs no clock and no timer. f
-falls when models come too late, and creeps up while they come in time.
+A model sent as soon as a gradient has arrived waits in the worker's inbox for most of a step,
+and ages. So the worker requests it for a moment of its next step, given as the share f of the
+gradient that has reached the server by then: a server needs no clock or timer. f decreases when
+models arrive too late, and increases slowly while they arrive in time.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from aladdin_mpi.flat.state import Stateful, saved
 from aladdin_mpi.options.general import GeneralOptions
 
 TIGHT = 0.35
-"""Below this measure a thriftier level is tried."""
+"""Headroom below which a thriftier level is tried."""
 WIDE = 0.8
-"""Above it the next more generous one is."""
+"""Headroom above which the next more generous level is tried."""
 GAIN = 0.1
-"""Rounds by which gradients have to be younger for a thriftier level to be kept."""
+"""Rounds by which the age of gradients must decrease for a thriftier level to be kept."""
 SETTLE = 30
-"""Steps after a change before the measure is believed again."""
+"""Steps after a change before the headroom is used again."""
 PAUSE_GROWTH = 4
-"""How many times as long the pause is after each trial that was no good; at first ``SETTLE``."""
+"""Growth factor of the pause (initially ``SETTLE``) after each unsuccessful trial."""
 LONGEST = 2000
-"""Steps of such a pause, at most."""
+"""Longest pause, in steps."""
 SHARE = 0.05
-"""Of the newest step in the running mean of the measure."""
+"""Weight of the newest step in the running mean of the headroom."""
 
 
 class Level(NamedTuple):
-    """What is sent: gradients and models in so many bits, a model for every ``pi`` gradients."""
+    """Bits per value of gradients and models, and a model for every ``pi`` gradients."""
 
     bits: int
     pi: int
 
 
 class CompressionController(Stateful):
-    """One worker's level.
+    """Controller of one worker's compression level.
 
     Args:
-        levels: from generous to thrifty.
+        levels: levels from generous to thrifty.
     """
 
     SAVED = saved("_at", "_measure", "_steps", "_trial", "_pause")
@@ -55,16 +55,16 @@ class CompressionController(Stateful):
         self._measure = 0.5
         self._steps = 0
         self._trial: tuple[int, float] | None = None
-        """The level from which thriftier ones are being tried, and the age there."""
+        """The level from which thriftier ones are being tried, and the age at that level."""
         self._pause = SETTLE
 
     @property
     def level(self) -> Level:
-        """The present one."""
+        """The current level."""
         return self._levels[self._at]
 
     def end_step(self, measure: float, age: float) -> Level:
-        """Take note of a step's measure and of the age of gradients; the level from now on."""
+        """Record a step's headroom and the age of gradients; return the new level."""
         self._steps += 1
         self._measure += SHARE * (measure - self._measure)
         if self._steps >= SETTLE and self._trial is not None:
@@ -74,49 +74,49 @@ class CompressionController(Stateful):
         return self.level
 
     def _judge(self, origin: int, before: float, age: float) -> None:
-        """Was the thriftier level of any use?"""
+        """Decide whether the thriftier level has reduced the age."""
         if age <= before - GAIN:
             self._trial, self._pause = None, 2 * SETTLE
         elif self._measure < 0 and self._at + 1 < len(self._levels):
-            self._go(self._at + 1)
+            self._set_level(self._at + 1)
         else:
             self._trial, self._pause = None, min(PAUSE_GROWTH * self._pause, LONGEST)
-            self._go(origin)
+            self._set_level(origin)
 
     def _move(self, age: float) -> None:
         if self._measure < TIGHT and self._at + 1 < len(self._levels):
             self._trial = self._at, age
-            self._go(self._at + 1)
+            self._set_level(self._at + 1)
         elif self._measure > WIDE and self._at:
-            # If that is too much the way back is tried later, and later the next time.
+            # If that is too generous, the way back is tried later, with a growing pause.
             self._pause = min(PAUSE_GROWTH * self._pause, LONGEST)
-            self._go(self._at - 1)
+            self._set_level(self._at - 1)
 
-    def _go(self, level: int) -> None:
+    def _set_level(self, level: int) -> None:
         self._at = level
         self._steps = 0
 
 
 MOMENTS = 8
-"""Buckets that each server has at least, where they are not tiny then."""
+"""Smallest number of buckets of each server, unless they would be tiny."""
 LEAST_BUCKET_MB = 0.064
-"""Below this a message costs more for itself than for its bytes."""
+"""Smallest bucket; below this size the cost of a message exceeds that of its bytes."""
 FIRST_SHARE = 0.5
-"""f of a worker that has no experience yet."""
+"""Initial f of a worker."""
 LATER = 0.01
-"""Added to f after a step for which all models came in time."""
+"""Increase of f after a step for which all models arrived in time."""
 FIRST_LATER = 0.05
-"""The same as long as none has ever come late: a run's first rounds are not to be lost."""
+"""The same until a model arrives late for the first time, to use a run's first rounds."""
 EARLIER = 0.2
-"""Taken from f after a step for which none did."""
+"""Decrease of f after a step for which no model arrived in time."""
 
 
 class ModelRequestScheduler(Stateful):
-    """One worker's wishes, for each server apart: they may be near or far.
+    """Scheduler of one worker's model requests, per server, as latencies differ.
 
     Args:
-        buckets: of each server.
-        share: f where it is fixed; None: it adapts.
+        buckets: number of buckets of each server.
+        share: fixed f; None: adaptive.
     """
 
     SAVED = saved("shares", rises="_rises") | saved("steps", "late")
@@ -129,21 +129,21 @@ class ModelRequestScheduler(Stateful):
         self._newest: list[dict[int, int]] = [{} for _ in buckets]
         self.steps = 0
         self.late = 0.0
-        """Share of the buckets that came late, over the run."""
+        """Share of the buckets that were late, over the run."""
 
     def open(self) -> None:
-        """Begin a segment: its gradients are counted anew."""
+        """Start a segment, which counts gradients from 0."""
         for newest in self._newest:
             newest.clear()
 
     def note(self, server: int, bucket: int, during: int) -> None:
-        """A bucket's model is there, which was sent while gradient ``during`` came in."""
+        """Record the arrival of a bucket's model, sent while gradient ``during`` arrived."""
         self._newest[server][bucket] = during
 
     def end_step(self, number: int) -> float:
-        """Gradient ``number``, during which models were asked for, is complete and they are read.
+        """End gradient ``number``, during which models were requested; they are read after it.
 
-        Returns the share of the buckets of which none sent during this gradient is among them.
+        Returns the share of the buckets without a model sent during this gradient.
         """
         missing = 0.0
         for server, buckets in enumerate(self._buckets):
@@ -165,20 +165,20 @@ class ModelRequestScheduler(Stateful):
 
     @property
     def mean_share(self) -> float:
-        """The mean f of all buckets."""
+        """Mean f over all buckets."""
         weighted = zip(self.shares, self._buckets, strict=True)
         return sum(share * buckets for share, buckets in weighted) / sum(self._buckets)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a state from :meth:`state_dict`; those of earlier versions have no rises."""
+        """Restore a state from :meth:`state_dict`; earlier versions did not save ``rises``."""
         super().load_state_dict({"rises": [LATER] * len(self.shares), **state})
 
 
 def fine_layout(replica: Replica | PhantomReplica, workers: int, options: GeneralOptions) -> Layout:
-    """Buckets so small, and dealt so, that a server can tell how far a worker's backward pass is.
+    """Return small buckets, interleaved so that a server can follow a worker's backward pass.
 
-    They are dealt to the servers in turn, one by one: in a shard of several a server would have
-    gradients from a short part of the backward pass only, and send its models right behind it.
+    They are assigned to the servers in turn, one by one: with a shard of several buckets, a server
+    would get gradients from a short part of backward only, and send its models right after it.
     """
     megabytes = replica.numel * BYTES_PER_VALUE / BYTES_PER_MB / options.servers
     bucket_mb = min(options.bucket_mb, max(megabytes / MOMENTS, LEAST_BUCKET_MB))
@@ -193,5 +193,5 @@ def fine_layout(replica: Replica | PhantomReplica, workers: int, options: Genera
 
 
 def due_bucket(share: float, buckets: int) -> int:
-    """After which of a server's ``buckets`` of a gradient, from 0, its models are to leave."""
+    """Return the bucket, counted from 0, of a server's ``buckets`` after which it sends models."""
     return max(1, ceil(share * buckets)) - 1

@@ -1,8 +1,8 @@
-"""What an algorithm's server stands on: gradients in their order of arrival, models sent out.
+"""Server runtime: supplies gradients in order of arrival to an algorithm, and sends models.
 
-Nothing here waits for one particular worker: receives are always posted for each,
-messages are taken as they come, and a worker that is slow to take a model holds up
-nobody.
+Nothing here waits for one particular worker: receives are always posted for each worker,
+messages are handled in order of arrival, and a worker that receives slowly does not delay
+the others.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from aladdin_mpi.worker.role import COMPUTED
 class GradientSum:
     """``g~`` and ``c~``: a running sum and the number of gradients in it.
 
-    The first gradient after :meth:`clear` is not added to zeros but kept where it
-    was received, which saves three passes over memory in each round. To the others the
-    sum is added, where they were received, and that is the sum from then on.
+    The first gradient after :meth:`clear` is kept in its receive buffer instead of being added to
+    zeros, which saves three memory passes in each round. The sum is then added to each further
+    gradient in that gradient's receive buffer, which becomes the sum.
     """
 
     def __init__(self, numel: int, largest: int, like: Tensor) -> None:
@@ -57,7 +57,7 @@ class GradientSum:
 
     @property
     def saved(self) -> Tensor | None:
-        """The sum for a checkpoint; None if there is none."""
+        """The sum for a checkpoint; None if it is empty."""
         return self.values if self.count else None
 
     @saved.setter
@@ -66,9 +66,9 @@ class GradientSum:
             self.values.copy_(values)
 
     def add(self, arrival: ReceivedBucket) -> bool:
-        """Add an arrived bucket; False: it is refused, as the sum would not be finite.
+        """Add an arrived bucket; return False if it is refused, as the sum would not be finite.
 
-        It counts in either case: zeros stand in for what is refused.
+        It is counted in either case: zeros replace a refused bucket.
         """
         refused = arrival.refused
         if self._storage.is_meta:
@@ -83,7 +83,7 @@ class GradientSum:
         return refused or not arrival.refused
 
     def _add_to_message(self, arrival: ReceivedBucket) -> None:
-        """Let the message's memory hold the sum; if that fails, the old one is still whole."""
+        """Add the sum to the message's buffer; if the result is not finite, keep the old sum."""
         if arrival.refused:
             return
         if add_if_finite(arrival.values, self.values):
@@ -103,7 +103,7 @@ class GradientSum:
             arrival.add_to(self.values)
 
     def _is_kept(self, arrival: ReceivedBucket) -> bool:
-        """Whether the memory that it was received in can hold the sum."""
+        """Return whether the receive buffer can hold the sum."""
         return arrival.is_dense and arrival.storage.dtype == self._storage.dtype
 
     def clear(self) -> None:
@@ -112,16 +112,16 @@ class GradientSum:
 
 
 class ParameterServer(Stateful):
-    """One server: its buckets of the global model, and its talk with the workers.
+    """One server: its buckets of the global model, and its communication with the workers.
 
     Args:
         parameters: the whole initial model; the server copies its own buckets.
         schedule: learning rate as a function of the samples drawn by all workers.
-        notes: most numbers that come with a gradient.
-        sizes: numbers of values of the parameters, in flat order; without them all are stepped.
-        projections: applied to what gradients have changed, before it leaves.
-        lr_scale: what the learning rate is multiplied by for a number of workers.
-        arriving: what arriving messages are read by, if not by ``codec``.
+        notes: largest number of notes with a gradient.
+        sizes: lengths of the parameters, in flat order; without them all count as used.
+        projections: applied to changed buckets before they are sent.
+        lr_scale: factor of the learning rate as a function of the number of workers.
+        arriving: codec that reads messages, if not ``codec``.
     """
 
     SAVED = (
@@ -158,11 +158,11 @@ class ParameterServer(Stateful):
         self.received = 0
         self.staleness = 0.0
         self.partial = {b.index: 0 for b in self.buckets}
-        """Gradients of a bucket whose worker failed before all buckets had come."""
+        """Gradients of each bucket from workers that failed before all buckets had arrived."""
         self.given = [0] * self.worker_count
-        """Gradients taken as a whole from every worker, up to the last segment."""
+        """Complete gradients from every worker, up to the last segment."""
         self.from_former = 0
-        """Gradients taken as a whole from workers that had failed when a checkpoint was written."""
+        """Complete gradients from workers that had failed before a checkpoint was written."""
         self.taken = self._nothing_taken()
         """Gradients taken in this segment, for every worker and bucket."""
         self._on_update: list[Callable[[Bucket], None]] = []
@@ -172,7 +172,7 @@ class ParameterServer(Stateful):
         self._marks = UnusedMarks(sizes, layout)
         self._projections = projections
         self._projected = {i: x.clone() for i, x in self.values.items()} if projections else {}
-        """Each bucket after its last projection; at first the initial model."""
+        """Each bucket after its last projection; initially the initial model."""
         self._sender = ModelSender(transport, codec, layout.largest)
         transport.on_message(Tag.WHOLE, 8, self._sender.lost)
         self._intakes = [
@@ -188,11 +188,11 @@ class ParameterServer(Stateful):
         return self._schedule(self.samples)
 
     def unused_by_all(self, bucket: Bucket, total: Tensor) -> Unused:
-        """Return the parts of a bucket of a gradient, or a sum, that no worker has one for."""
+        """Return the parts of a bucket of a gradient, or a sum, that no worker has used."""
         return self._marks.read(bucket, total)
 
     def on_update(self, action: Callable[[Bucket], None]) -> None:
-        """Call ``action`` with every bucket that a gradient has come for, when that is used."""
+        """Call ``action`` with a bucket after a gradient for it has been processed."""
         self._on_update.append(action)
 
     def _nothing_taken(self) -> list[dict[int, int]]:
@@ -201,14 +201,14 @@ class ParameterServer(Stateful):
     def gradients(
         self, on_end: Callable[[int], None] | None = None, look: bool = True
     ) -> Iterator[ReceivedBucket]:
-        """Buckets of gradients in their order of arrival, until every worker has ended.
+        """Yield buckets of gradients in order of arrival, until every worker has ended.
 
-        What is not finite is refused.
+        Buckets that are not finite are refused.
 
         Args:
             on_end: called with each worker that ends, after its last gradient, or fails.
-            look: whether to look for values that are not finite; else whoever uses them
-                does, and says so by :meth:`tell_refused`.
+            look: whether to check for values that are not finite; otherwise the caller checks
+                and reports them with :meth:`report_refused`.
         """
         self._sender.open()
         self.taken = self._nothing_taken()
@@ -229,12 +229,12 @@ class ParameterServer(Stateful):
             try:
                 worker = heads.wait()
                 if worker not in still_open:
-                    continue  # a model has left, and the next one can go
+                    continue  # a model was sent, so the next one can be
                 yield from self._take(worker, look)
             except PeerFailedError as failure:
                 worker = failure.rank - first
                 if worker not in still_open:
-                    continue  # it had ended: only a model to it was still awaited
+                    continue  # it had ended; only a model to it was in flight
                 self._lose(worker)
             if not self._intakes[worker].ended:
                 heads.put(worker, self._intakes[worker].head)
@@ -255,8 +255,8 @@ class ParameterServer(Stateful):
         if arrival is None:
             self._count(worker, intake.header)
         else:
-            besides = self.arriving.besides(arrival.bucket, arrival.nbytes)
-            charge_memory(self.transport, TAKEN * arrival.nbytes + besides)
+            extra = self.arriving.extra_bytes(arrival.bucket, arrival.nbytes)
+            charge_memory(self.transport, TAKEN * arrival.nbytes + extra)
             self._sender.note(arrival)
             self.taken[worker][arrival.bucket.index] += arrival.count
             self._look(arrival, look)
@@ -267,7 +267,7 @@ class ParameterServer(Stateful):
                 action(arrival.bucket)
 
     def _project(self, bucket: Bucket) -> None:
-        """Apply the projections, if the bucket has been stepped since."""
+        """Apply the projections if the bucket has been updated since the last time."""
         if self._projections is None or not self._projections:
             return
         values, projected = self.values[bucket.index], self._projected[bucket.index]
@@ -276,7 +276,7 @@ class ParameterServer(Stateful):
             projected.copy_(values)
 
     def _lose(self, worker: int) -> None:
-        """Close the books on a worker that has failed."""
+        """Count the incomplete gradients of a worker that has failed."""
         self._intakes[worker].ended = True
         whole = self.whole_from(worker)
         for index, taken in self.taken[worker].items():
@@ -284,31 +284,31 @@ class ParameterServer(Stateful):
 
     @property
     def surviving_workers(self) -> int:
-        """The number of workers that are not known to have failed; at least 1."""
+        """Number of workers that are not known to have failed; at least 1."""
         if not self.transport.failed:
             return self.worker_count
         return max(1, survivors_from(self.transport, self.layout.servers))
 
     @property
     def divisor(self) -> float:
-        """What gradients are divided by: see :func:`~aladdin_mpi.optimizers.sgd.divisor`."""
+        """Divisor of gradients, see :func:`~aladdin_mpi.optimizers.sgd.divisor`."""
         return divisor(self.worker_count, self.surviving_workers, self._lr_scale)
 
     def has_failed(self, worker: int) -> bool:
-        """Whether a worker is known to have failed."""
+        """Return whether a worker is known to have failed."""
         return self.layout.servers + worker in self.transport.failed
 
     def whole_from(self, worker: int) -> int:
-        """Gradients of which all buckets have been taken from a worker in this segment."""
+        """Return the number of complete gradients taken from a worker in this segment."""
         return min(self.taken[worker].values(), default=0)
 
     def not_given_by(self, worker: int) -> int:
-        """Of these, those that do not count as given yet."""
+        """Return the number of these that ``given`` does not include yet."""
         return self.whole_from(worker) if self._is_open else 0
 
     @property
     def from_failed(self) -> int:
-        """Gradients taken as a whole from workers that have failed."""
+        """Number of complete gradients taken from workers that have failed."""
         return self.from_former + sum(
             given for worker, given in enumerate(self.given) if self.has_failed(worker)
         )
@@ -327,10 +327,10 @@ class ParameterServer(Stateful):
         self.given = given
 
     def books(self, totals: dict[int, int], dropped: int = 0) -> dict[str, int]:
-        """The accounts of a server whose buckets have seen ``totals`` gradients each.
+        """Return the counters of a server whose buckets have received ``totals`` gradients each.
 
         Raises:
-            AssertionError: they differ by more than what failed workers sent in part.
+            AssertionError: they differ by more than the incomplete gradients of failed workers.
         """
         alike = {totals[index] - partial for index, partial in self.partial.items()}
         if len(alike) > 1:
@@ -340,22 +340,22 @@ class ParameterServer(Stateful):
         return accounts | ({"from_failed": self.from_failed} if self.from_failed else {})
 
     def _look(self, arrival: ReceivedBucket, thoroughly: bool) -> None:
-        """Refuse what is damaged or, with ``thoroughly``, not finite: it would spoil the model.
+        """Refuse a message that is damaged or, with ``thoroughly``, not finite.
 
-        That costs one reading of the values, which the cache holds then for the addition that
-        follows.
+        Either would corrupt the model. The check reads the values once, so that they are cached for
+        the addition that follows.
         """
         if arrival.storage.is_meta:
             return
         message = arrival.storage[: arrival.length]
         if is_damaged(message):
-            arrival.refuse()  # those who saw it arrive have told of it
+            arrival.refuse()  # the transport has reported the damage
         elif thoroughly and not is_finite(self.arriving.numbers(arrival.bucket, message)):
             arrival.refuse()
-            self.tell_refused(arrival)
+            self.report_refused(arrival)
 
-    def tell_refused(self, arrival: ReceivedBucket) -> None:
-        """Tell rank 0 of a gradient that is refused because it is not finite."""
+    def report_refused(self, arrival: ReceivedBucket) -> None:
+        """Report to rank 0 a gradient that is refused because it is not finite."""
         rank = self.layout.servers + arrival.worker
         where = rank, arrival.bucket.index, self._intakes[arrival.worker].header.samples
         report(self.transport, Refusal(Reason.ARRIVED, *where))
@@ -368,7 +368,7 @@ class ParameterServer(Stateful):
             self.received += header.gradients
 
     def model_bits(self, worker: int, bits: int) -> None:
-        """Send a worker's models in ``bits`` a value from now on, where the wire has a choice."""
+        """Send further models to a worker with ``bits`` bits per value, if there is a choice."""
         self._sender.use(self.layout.servers + worker, bits)
 
     def send_model(
@@ -379,10 +379,10 @@ class ParameterServer(Stateful):
         notes: NotesThen = (),
         exact: bool = False,
     ) -> None:
-        """Send the bucket's present values to a worker, which blends them in by ``alpha``.
+        """Send the bucket's current values to a worker, which blends them in by ``alpha``.
 
-        If it has to wait for an earlier one to leave, newer values may be sent instead,
-        unless ``exact``. ``notes`` go with them; a function is asked when they leave.
+        If an earlier message has not been sent, newer values may be sent later instead, unless
+        ``exact``. ``notes`` are sent with them; a function is called at the time of sending.
         """
         self._project(bucket)
         if bucket is self.buckets[0]:
@@ -392,7 +392,7 @@ class ParameterServer(Stateful):
 
     @classmethod
     def merged(cls, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The counters of several servers as one server's."""
+        """Merge the counters of several servers."""
         merged: dict[str, Any] | None = None
         for count, state in enumerate(states, start=1):
             merged = merge(cls.SAVED, merged, state, count)
@@ -401,12 +401,12 @@ class ParameterServer(Stateful):
 
     @staticmethod
     def from_survivors(state: dict[str, Any], totals: dict[int, int]) -> int:
-        """The gradients of ``totals`` that a server has taken as a whole from surviving workers."""
+        """Return the number of complete gradients in ``totals`` from surviving workers."""
         whole = min(total - state["partial"][index] for index, total in totals.items())
         return int(whole - state["from_failed"])
 
     def resize(self, merged: MergedState) -> None:
-        """Take this server's part of the global model, and the counters of another group."""
+        """Restore this server's part of the global model, and the merged counters."""
         for bucket in self.buckets:
             copy(self.values[bucket.index], merged.model[bucket.part])
         joined, n = merged.server, self.worker_count

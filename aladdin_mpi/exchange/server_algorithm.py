@@ -1,4 +1,4 @@
-"""What every algorithm's server has: a part of the model, an optimizer, its books."""
+"""Base class of servers: a part of the model, an optimizer, and counters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aladdin_mpi.worker.role import COMPUTED, SAMPLES, Role
 
 
 class _Clocks:
-    """One bucket's clocks: the steps of each worker, and those whose answer is held back."""
+    """One bucket's clocks: the steps of each worker, and the workers whose answer is delayed."""
 
     def __init__(self, workers: int) -> None:
         self.steps = [0] * workers
@@ -25,15 +25,15 @@ class _Clocks:
 
 
 class StalenessBound:
-    """Holds a worker's answer back while it is more than ``bound`` steps ahead of the slowest.
+    """Bound that delays a worker's answer while it is too many steps ahead of the slowest.
 
-    Every bucket has clocks of its own, for its messages come in an order of their own.
+    Every bucket has its own clocks, as its messages arrive in their own order.
 
     Args:
-        workers: their number.
-        buckets: of this server.
-        bound: in steps.
-        answer: gives a worker its answer for a bucket.
+        workers: number of workers.
+        buckets: buckets of this server.
+        bound: largest distance, in steps.
+        answer: sends a worker its answer for a bucket.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class StalenessBound:
         self.open()
 
     def open(self) -> None:
-        """All workers start a segment with the same model."""
+        """Start a segment, with the same model on all workers."""
         self._running = set(range(self._workers))
         self._clocks = {bucket.index: _Clocks(self._workers) for bucket in self._buckets}
 
     def advance(self, worker: int, bucket: Bucket, steps: int = 1) -> int:
-        """A worker has done so many more steps; returns how many in all.
+        """Add steps to a worker's clock; return its total number of steps.
 
-        Others may have waited for that.
+        May release the answers of other workers.
         """
         clocks = self._clocks[bucket.index]
         clocks.steps[worker] += steps
@@ -65,12 +65,12 @@ class StalenessBound:
         return clocks.steps[worker]
 
     def hold(self, worker: int, bucket: Bucket) -> None:
-        """Answer a worker as soon as the slowest is near enough."""
+        """Answer a worker as soon as it is within the bound."""
         self._clocks[bucket.index].held.append(worker)
         self._release(bucket)
 
     def ended(self, worker: int) -> None:
-        """Nobody waits for a worker that has ended, and it waits for nobody."""
+        """Stop waiting for a worker that has ended, and release its answers."""
         self._running.discard(worker)
         for bucket in self._buckets:
             self._release(bucket)
@@ -91,14 +91,14 @@ class StalenessBound:
 
 
 class ServerAlgorithm(Role):
-    """A rank that keeps a part of the global model.
+    """A rank that holds a part of the global model.
 
     ``n`` is the number of workers; ``applied`` counts the gradients of each bucket.
 
     Args:
-        optimizer: turns gradients into steps with momentum and weight decay; None: what
-            comes is a step.
-        divisor: what gradients are divided by; a function is asked at every step.
+        optimizer: turns gradients into steps with momentum and weight decay; None: workers
+            send steps.
+        divisor: divisor of gradients; a function is called at every step.
     """
 
     SAVED = saved("server", "optimizer", "applied")
@@ -117,25 +117,25 @@ class ServerAlgorithm(Role):
 
     @property
     def divisor(self) -> float:
-        """What gradients are divided by at present."""
+        """Current divisor of gradients."""
         return self._divisor() if callable(self._divisor) else self._divisor
 
     def arrivals(
         self, on_end: Callable[[int], None] | None = None, look: bool = True
     ) -> Iterator[ReceivedBucket]:
-        """What comes until every worker has ended the segment, each to be applied at once.
+        """Yield buckets, to be applied at once, until every worker has ended the segment.
 
-        The arguments as in :meth:`ParameterServer.gradients`.
+        Arguments as in :meth:`ParameterServer.gradients`.
         """
         for arrival in self.server.gradients(on_end, look):
-            # A worker without samples in a round has not run the loop that sets the rates.
+            # A worker without samples in a round has not run the loop that sets the learning rates.
             if self.optimizer is not None and arrival.count:
                 self.optimizer.adopt(arrival.notes)
             self.applied[arrival.bucket.index] += arrival.count
             yield arrival
 
     def update(self, arrival: ReceivedBucket) -> None:
-        """``x~ <- x~ - lr g_i / divisor``."""
+        """Compute ``x~ <- x~ - lr g_i / divisor``."""
         x = self.server.values[arrival.bucket.index]
         if self.optimizer is None:
             arrival.add_to(x, -self.server.lr / self.divisor)
@@ -143,7 +143,7 @@ class ServerAlgorithm(Role):
             self.step(arrival.bucket, x, arrival.values)
 
     def step(self, bucket: Bucket, x: Tensor, g: Tensor) -> None:
-        """One step of a bucket along ``g``, which is overwritten."""
+        """Update a bucket by one step along ``g``, which is overwritten."""
         lr = self.server.lr / self.divisor
         if self.optimizer is None:
             add(x, g, alpha=-lr)
@@ -155,26 +155,26 @@ class ServerAlgorithm(Role):
         """Complete the model after the last segment."""
 
     def part(self, bucket: Bucket) -> Tensor:
-        """This server's values."""
+        """Return this server's values of a bucket."""
         return self.server.values[bucket.index]
 
     def taken_from(self, worker: int) -> int:
-        """Gradients that have come as a whole from a worker in this segment."""
+        """Return the number of complete gradients from a worker in this segment."""
         return self.server.whole_from(worker)
 
     def counts(self) -> dict[str, int]:
-        """Gradients applied so far, which must be alike on all buckets."""
+        """Return the gradients applied so far, which must be equal on all buckets."""
         return self.server.books(self.applied)
 
     # -- another number of ranks ---------------------------------------------------------
     def merged(
         self, states: Sequence[dict[str, Any] | None], layout: Layout
     ) -> dict[str, Any] | None:
-        """Merge the states of the servers of a checkpoint; None if every one is lost.
+        """Merge the states of the servers of a checkpoint; None if all are lost.
 
         Args:
-            states: in their order, less the model; None: it is lost.
-            layout: of these servers.
+            states: in the servers' order, without the model; None for a lost server.
+            layout: layout of these servers.
         """
         known = [state for state in states if state is not None]
         if not known:
@@ -190,12 +190,12 @@ class ServerAlgorithm(Role):
         return {**counters, "applied": applied, "optimizer": optimizer}
 
     def totals_in(self, state: Mapping[str, Any]) -> dict[int, int]:
-        """The gradients in each bucket, in the state of a server."""
+        """Return the number of gradients in each bucket, from a server's state."""
         totals: dict[int, int] = state["applied"]
         return totals
 
     def without_states(self, merged: MergedState) -> dict[str, Any]:
-        """What stands for :meth:`merged` if every server is lost."""
+        """Return a substitute for :meth:`merged` if every server is lost."""
         computed = int(merged.total(COMPUTED))
         return {
             "samples": int(merged.total(SAMPLES)),
@@ -209,13 +209,13 @@ class ServerAlgorithm(Role):
     def put_replica(
         self, merged: dict[str, Any], optimizer: dict[str, Any] | None, bucket: Bucket, like: Tensor
     ) -> None:
-        """Put the replica of a lost server's ``optimizer`` for a bucket into the merged states."""
+        """Put a lost server's replica of a bucket's ``optimizer`` into the merged states."""
         if optimizer is not None and self.optimizer is not None:
             whole = merged["optimizer"]
             merged["optimizer"] = self.optimizer.put_part(whole, optimizer, bucket.part, like)
 
     def resize(self, merged: MergedState) -> None:
-        """See :meth:`Role.resize`."""
+        """Restore this server's part of the merged state."""
         self.server.resize(merged)
         self.applied = dict.fromkeys(self.applied, merged.server["applied"])
         if self.optimizer is not None and merged.server["optimizer"] is not None:

@@ -1,4 +1,4 @@
-"""A worker's link to its servers: what it sends them, and the models that they send back."""
+"""A worker's link to its servers: pushes to them, and the models they send back."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from aladdin_mpi.worker.worker import Worker
 
 
 class ServerLink:
-    """Pushes to the servers and pulls their model into the worker's.
+    """Link that pushes to the servers and pulls their model into the worker's.
 
     Args:
-        wire: of what is pushed and, without ``inbox``, of models.
-        inbox: where models arrive; None: the usual one.
-        ring: vectors on the wire at once.
+        wire: codec of what is pushed and, without ``inbox``, of models.
+        inbox: receives models; None: a :class:`ModelInbox`.
+        ring: number of vectors on the wire at the same time.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class ServerLink:
         self.inbox = inbox or ModelInbox(worker.transport, worker.layout, wire)
 
     def open(self) -> None:
-        """A segment begins."""
+        """Start a segment."""
         self.inbox.open()
 
     def push_values(
@@ -50,7 +50,7 @@ class ServerLink:
         less: Tensor | None = None,
         notes: tuple[float, ...] = (),
     ) -> None:
-        """Push ``values``, or ``values - less``, which stand for so many gradients."""
+        """Push ``values``, or ``values - less``, which represent ``gradients`` gradients."""
         vector = self.outbox.begin(self.worker.lease.start, gradients, notes)
         copy(vector, values)
         if less is not None:
@@ -64,29 +64,29 @@ class ServerLink:
         self.inbox.await_into(self.x)
 
     def close(self) -> None:
-        """The segment's last push is made: deliver all, and take what the servers still send."""
+        """End the segment: deliver all messages, and receive what the servers still send."""
         self.outbox.flush()
         self.inbox.drain_into(self.x)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next segment depends on."""
+        """Return the state that the next segment depends on."""
         return self.outbox.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state from :meth:`state_dict`."""
+        """Restore a state from :meth:`state_dict`."""
         self.outbox.load_state_dict(state)
 
     def take_merged(self, part: MergedPart) -> None:
-        """Take up the state of another number of workers."""
+        """Restore the state merged from another number of workers."""
         self.outbox.take_merged(part)
 
 
 class GradientLink(ServerLink):
-    """Pushes gradients, each bucket as soon as backward has completed it.
+    """Link that pushes gradients, each bucket as soon as backward has completed it.
 
     Args:
-        momentum: gradients become steps, with momentum and weight decay, before they are
-            pushed; otherwise the server does that.
+        momentum: apply momentum and weight decay to gradients before they are pushed;
+            otherwise the servers do.
     """
 
     def __init__(
@@ -96,12 +96,12 @@ class GradientLink(ServerLink):
         self.optimizer = optimizer
         self.momentum = momentum
         self.sends_settings = not momentum and bool(optimizer.settings())
-        """The servers make the steps, by rates that are set at the workers."""
+        """Whether servers make the steps, with rates that are set at the workers."""
 
     def push(self, batch: SampleLease) -> Tensor:
         """Compute the gradient and push it.
 
-        Returns the gradient, to be read only, until the next is begun.
+        Returns the gradient, read-only until the next one starts.
         """
         # The training loop may set rates until backward completes the first bucket.
         notes = None if self.sends_settings else ()
@@ -112,7 +112,7 @@ class GradientLink(ServerLink):
         return g
 
     def gradients_in(self, batch: SampleLease) -> int:
-        """Gradients that go into what is pushed for this batch."""
+        """Return the number of gradients in what is pushed for this batch."""
         return int(batch.size > 0)
 
     def _send(self, g: Tensor) -> Callable[[Bucket], None]:
@@ -135,7 +135,7 @@ class GradientLink(ServerLink):
 
 
 class DifferenceInbox(ModelInbox):
-    """Models are taken with what the worker has moved since it pushed.
+    """Inbox that adds to a model the worker's own changes since its last push.
 
     ``x <- x~ + (x - base)``, ``base <- x~``.
     """
@@ -145,7 +145,7 @@ class DifferenceInbox(ModelInbox):
         self.base = worker.replica.new_vector()
 
     def put(self, parameters: Tensor, model: Model, values: Tensor) -> None:
-        """Take one bucket."""
+        """Replace one bucket, and add the worker's changes."""
         x, base = model.bucket.of(parameters), model.bucket.of(self.base)
         x.sub_(base)
         base.copy_(values)
@@ -153,13 +153,13 @@ class DifferenceInbox(ModelInbox):
 
 
 class LocalDifference:
-    """Local SGD from a pulled model; ``x - base`` is what it has moved since the last push.
+    """Local SGD from a pulled model; ``x - base`` is its change since the last push.
 
     ``steps`` counts the local steps since then.
 
     Args:
-        wire: of models.
-        codec: of differences.
+        wire: codec of models.
+        codec: codec of differences.
     """
 
     def __init__(
@@ -176,16 +176,16 @@ class LocalDifference:
         worker.on_loss(self._add_loss)
 
     def _clear(self) -> None:
-        self.steps = self._sound = 0
+        self.steps = self._loss_count = 0
         self._losses = self._seconds = 0.0
 
     def open(self) -> None:
-        """A segment begins, with nothing left to be pushed."""
+        """Start a segment, with nothing to push."""
         self.link.open()
         copy(self.base, self.x)
 
     def step(self) -> None:
-        """``x <- x - lr v``, v the gradient with momentum and weight decay."""
+        """Compute ``x <- x - lr v``, with v the gradient with momentum and weight decay."""
         worker, g = self.worker, self.g
         start = worker.transport.now()
         worker.gradient(g)
@@ -196,26 +196,26 @@ class LocalDifference:
 
     def _add_loss(self, loss: float) -> None:
         self._losses += loss
-        self._sound += 1
+        self._loss_count += 1
 
     @property
     def step_seconds(self) -> float:
-        """Mean time of the local steps since the last push."""
+        """Mean time of the local steps since the last push, in seconds."""
         return self._seconds / max(1, self.steps)
 
     @property
     def loss(self) -> float:
-        """Mean loss of the local steps since the last push, less those refused; NaN: of none."""
+        """Mean loss of the local steps since the last push, without refused ones; NaN if none."""
         self.worker.settle()
-        return self._losses / self._sound if self._sound else nan
+        return self._losses / self._loss_count if self._loss_count else nan
 
     def push(self, *notes: float) -> None:
-        """Push ``x - base``, which holds ``steps`` gradients; ``base <- x``."""
-        self.link.outbox.drain()  # the last push: it has been answered, or the segment ends
+        """Push ``x - base``, which includes ``steps`` gradients; ``base <- x``."""
+        self.link.outbox.drain()  # the last push, which was answered unless the segment ends
         self.link.push_values(self.x, self.steps, less=self.base, notes=notes)
         copy(self.base, self.x)
         self._clear()
 
     def close(self) -> None:
-        """The segment ends, and all is pushed."""
+        """End the segment, after everything has been pushed."""
         self.link.close()

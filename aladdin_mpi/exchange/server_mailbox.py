@@ -1,4 +1,4 @@
-"""A server's messages: gradients in, each worker's in order, and models out, without waiting."""
+"""A server's mailbox: receives each worker's gradients in order, sends models without waiting."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from aladdin_mpi.transport.base import Event, Request, Transport, WaitSet, charg
 from aladdin_mpi.transport.checksums import intact, is_void
 
 MOST_NOTES = 8
-"""The largest number of notes in a header, unless a server expects more."""
+"""Largest number of notes in a header, unless a server expects more."""
 
 
 class Kind(IntEnum):
-    """What follows a header."""
+    """The type of a header."""
 
     BUCKETS = 1
     END = 2
 
 
 class Header(NamedTuple):
-    """Announces buckets, or the end of what its sender has to say.
+    """Announcement of buckets, or of the end of its sender's messages.
 
-    Gradients: ``gradients`` gradients summed into one, computed from sample number
-    ``samples`` of the run on, with the weight ``alpha`` in their round. Models: ``bucket``
-    follows, to be blended in by ``alpha``. ``notes`` are what an algorithm adds, ``MOST_NOTES``
-    numbers as a rule.
+    For gradients: ``gradients`` gradients are summed into one, computed from sample number
+    ``samples`` of the run on, with the weight ``alpha`` in their round. For models: ``bucket``
+    follows, to be blended in by ``alpha``. ``notes`` are an algorithm's additions, usually at most
+    ``MOST_NOTES`` numbers.
     """
 
     kind: int
@@ -49,64 +49,64 @@ class Header(NamedTuple):
     notes: tuple[float, ...] = ()
 
     def pack(self) -> tuple[float, ...]:
-        """As the numbers of a message."""
+        """Return the header as the numbers of a message."""
         return (*self[:-1], *self.notes)
 
     @staticmethod
     def unpack(numbers: Sequence[float]) -> Header:
-        """The inverse of :meth:`pack`."""
+        """Return the header from the numbers of :meth:`pack`."""
         kind, gradients, samples, bucket, alpha, *notes = numbers
         return Header(int(kind), int(gradients), int(samples), int(bucket), alpha, tuple(notes))
 
     @staticmethod
     def received(request: Request) -> Header:
-        """What a completed receive into a :func:`new_header` has brought.
+        """Return the header from a completed receive into a :func:`new_header`.
 
         Raises:
-            TransportError: it was damaged on its way.
+            TransportError: the message was damaged in transit.
         """
         numbers = numbers_of(request) if request.numbers is None else request.numbers
-        if isnan(numbers[0]):  # as all numbers of a void message are
+        if isnan(numbers[0]):  # like all numbers of a void message
             assert request.buffer is not None
             intact(request.buffer[: len(numbers)], request.source)
         return Header.unpack(numbers)
 
 
 def new_header(notes: int = 0) -> Tensor:
-    """A buffer to receive a header in that may have so many notes."""
+    """Return a buffer to receive a header with up to ``notes`` notes."""
     return torch.empty(len(Header._fields) - 1 + max(notes, MOST_NOTES), dtype=torch.float64)
 
 
 def is_damaged(message: Tensor) -> bool:
-    """Return whether ``message`` was damaged on its way, see :func:`is_void`.
+    """Return whether ``message`` was damaged in transit, see :func:`is_void`.
 
-    A damaged message begins with NaN, and hardly any other does: this reads one value.
+    A damaged message starts with NaN, and hardly any other does, so usually one value is read.
     """
     is_suspect = not message.is_meta and message.numel() > 0 and isnan(message[0].item())
     return is_suspect and is_void(message)
 
 
 TAKEN = 5
-"""Bytes that move in memory for each that comes: copied in (2), and added (3)."""
+"""Bytes moved in memory for each received byte: copying (2) and adding (3)."""
 RECEIVES_AHEAD = 8
-"""Messages of each worker for which a receive is posted."""
+"""Number of receives posted for each worker."""
 
 
 @dataclass(slots=True)
 class ReceivedBucket:
     """One bucket of a worker's gradient.
 
-    The message may be kept until the next arrival is asked for, or for good by
-    :meth:`exchange` where it is dense. ``count`` gradients are summed in it.
+    The message is valid until the next arrival is requested, or indefinitely after
+    :meth:`exchange` if it is dense. ``count`` gradients are summed in it.
     ``worker`` counts from 0.
 
     Attributes:
-        storage: holds the message, and has room for the bucket's values.
+        storage: holds the message, and is large enough for the bucket's values.
         codec: reads the message; None: it is dense.
-        length: of the message, in values of the wire's dtype; None: the bucket's.
-        notes: of the gradient's header.
-        weight: the gradient's share of its round, of which 1 is the mean.
-        refused: it was not finite, or damaged on its way, and holds zeros now: neutral for
+        length: length of the message, in values of the wire's dtype; None: the bucket's.
+        notes: notes of the gradient's header.
+        weight: the gradient's share of its round; the mean share is 1.
+        refused: it was damaged in transit or not finite, and contains zeros now: neutral for
             gradients and differences, but not for a model.
     """
 
@@ -122,12 +122,12 @@ class ReceivedBucket:
 
     @property
     def is_dense(self) -> bool:
-        """Whether the message is the bucket's values as they are."""
+        """Whether the message consists of the bucket's plain values."""
         return self.codec is None or self.length == self.bucket.numel
 
     @property
     def nbytes(self) -> int:
-        """Of the message."""
+        """Size of the message."""
         length = self.bucket.numel if self.length is None else self.length
         return length * self.storage.itemsize
 
@@ -142,7 +142,7 @@ class ReceivedBucket:
         return values
 
     def add_to(self, target: Tensor, alpha: float = 1.0) -> None:
-        """``target <- target + alpha * gradient``, which costs as much as the message is long."""
+        """Add ``alpha`` times the gradient to ``target``, at a cost proportional to the message."""
         if target.is_meta:
             return
         if self.codec is None or self.is_dense:
@@ -152,27 +152,27 @@ class ReceivedBucket:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all values in the message are finite; costs one reading of them."""
+        """Whether all values in the message are finite; reads them once."""
         if self.codec is None or self.is_dense:
             return is_finite(self.values)
         return is_finite(self.codec.numbers(self.bucket, self.storage[: self.length]))
 
     def refuse(self) -> None:
-        """Let zeros stand in for what has come."""
+        """Replace the message by zeros."""
         self.refused = True
         self.storage[: self.length].zero_()
 
     def exchange(self, storage: Tensor) -> Tensor:
-        """Keep the received storage and give another for later receives: no copy."""
+        """Keep the received storage and provide another for later receives, without a copy."""
         self.storage, mine = storage, self.storage
         return mine
 
 
 class GradientReceiver:
-    """The gradients of one worker: receives posted in the order in which it sends.
+    """The gradients of one worker: receives posted in its sending order.
 
-    That order is known, header then this server's buckets, so every receive is
-    posted for one certain message.
+    The order is known, a header and then this server's buckets, so every receive is
+    posted for a specific message.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class GradientReceiver:
         self.ended = True
 
     def open(self) -> None:
-        """A segment begins: post the first receives."""
+        """Start a segment: post the first receives."""
         self._post_next = self._take_next = 0
         self.ended = False
         for _ in range(RECEIVES_AHEAD):
@@ -206,7 +206,7 @@ class GradientReceiver:
 
     @property
     def head(self) -> Request:
-        """The receive of the message that has to be taken next."""
+        """The receive of the next message."""
         return self._posted[0][0]
 
     def _post(self) -> None:
@@ -222,7 +222,7 @@ class GradientReceiver:
         self._posted.append((request, storage))
 
     def take(self, worker: int) -> ReceivedBucket | None:
-        """The message at the head: a bucket, or None for a header."""
+        """Return the message at the head: a bucket, or None for a header."""
         request, storage = self._posted.popleft()
         turn = self._take_next % (1 + len(self._buckets))
         self._take_next += 1
@@ -247,16 +247,16 @@ class GradientReceiver:
         )
 
     def give_back(self, arrival: ReceivedBucket) -> None:
-        """The arrival's storage is free for the next receive."""
+        """Reuse the arrival's storage for the next receive."""
         self._storages.append(arrival.storage)
         self._post()
 
     def close(self) -> None:
-        """Take back the receives behind the worker's last message."""
+        """Cancel the receives after the worker's last message."""
         self.ended = True
         for request, storage in self._posted:
             self._transport.cancel(request)
-            # What a rank that has failed was sending may still be written.
+            # A message from a failed rank may still be written into the buffer.
             if storage is not None and request.failed is None:
                 self._storages.append(storage)
         self._posted.clear()
@@ -264,16 +264,16 @@ class GradientReceiver:
 
 Notes = tuple[float, ...]
 NotesThen = Notes | Callable[[], Notes]
-"""Or what makes them when the model leaves, which may be later."""
+"""Notes, or a function that makes them when the model is sent, which may be later."""
 SENT = 2
-"""Bytes that move in memory for each that is sent: copied out."""
+"""Bytes moved in memory for each byte sent, by a copy."""
 
 
 class ModelSender:
-    """Models on their way to the workers, each a copy from the moment of sending.
+    """Models in flight to the workers, each copied at the time of sending.
 
-    At most one of a bucket is under way to a worker; a newer one waits and
-    replaces those that waited before it.
+    At most one message for each bucket and worker is in flight; a newer model waits and
+    replaces any that waited before.
     """
 
     def __init__(self, transport: Transport, codec: GradientCodec, largest: int) -> None:
@@ -286,32 +286,32 @@ class ModelSender:
         self._in_flight: dict[tuple[int, int], tuple[Request, Tensor]] = {}
         self._newer: dict[tuple[int, int], tuple[Bucket, Tensor, float, NotesThen]] = {}
         self._turns: dict[tuple[int, int], int] = {}
-        """The order in which those in ``_newer`` began to wait."""
+        """Order in which the models in ``_newer`` began to wait."""
         self._turn = 0
         self._waiting: Counter[int] = Counter()
-        """Of those in ``_newer``, how many are for each rank."""
+        """Number of models in ``_newer`` for each rank."""
         self._changed: set[tuple[int, int]] = set()
-        """What has begun or ceased to wait since the last :meth:`keep_up`."""
+        """Keys whose waiting state has changed since the last :meth:`keep_up`."""
         self._ending: list[int] = []
         self._awaited: set[int] = set()
 
     def open(self) -> None:
-        """Begin a segment: with models as wholes."""
+        """Start a segment, whose first models are sent in full."""
         if self._differences is not None:
             self._differences.forget()
 
     def use(self, rank: int, bits: int) -> None:
-        """Send a worker's models in ``bits`` a value, where there is a choice."""
+        """Send a worker's models with ``bits`` bits per value, if the codec has a choice."""
         if self._differences is not None:
             self._differences.use(rank, bits)
 
     def lost(self, source: int, message: Tensor) -> None:
-        """A worker has told that a difference did not reach it."""
+        """Send a bucket in full next time, as a worker has not received a difference."""
         if self._differences is not None:
             self._differences.lost(source, int(message.view(torch.int64)))
 
     def note(self, arrival: ReceivedBucket) -> None:
-        """Take note of a gradient, which will change the model."""
+        """Record a gradient, which will change the model."""
         if self._differences is not None and arrival.length is not None:
             bucket = arrival.bucket
             self._differences.touch(bucket, self._codec.selected(bucket, arrival.length))
@@ -325,36 +325,34 @@ class ModelSender:
         notes: NotesThen = (),
         exact: bool = False,
     ) -> None:
-        """Send a bucket's ``values``, or let them wait behind the last ones.
+        """Send a bucket's ``values``, or queue them if the last ones are in flight.
 
-        ``exact``: as they are now, however long they wait; otherwise as they are then.
+        ``exact``: send the current values, even later; otherwise those at the time of sending.
         """
         if rank in self._transport.failed:
             return
         key = (rank, bucket.index)
         if key in self._in_flight and not self._reclaim(key):
-            self._wait_behind(key, (bucket, values.clone() if exact else values, alpha, notes))
+            self._queue(key, (bucket, values.clone() if exact else values, alpha, notes))
             return
-        self._take_waiting(key)
+        self._dequeue(key)
         wire = self._free.pop() if self._free else self._wire.buffer(self._largest)
         message, event = self._write(rank, bucket, values, wire)
         charge_memory(self._transport, self._moved(bucket, message.nbytes))
-        told = notes() if callable(notes) else notes
-        header = Header(Kind.BUCKETS, bucket=bucket.index, alpha=alpha, notes=told)
+        sent_notes = notes() if callable(notes) else notes
+        header = Header(Kind.BUCKETS, bucket=bucket.index, alpha=alpha, notes=sent_notes)
         self._transport.isend(header.pack(), rank, Tag.MODEL)
         request = self._transport.isend(message, rank, Tag.MODEL, after=event)
         self._in_flight[key] = (request, wire)
 
-    def _wait_behind(
-        self, key: tuple[int, int], model: tuple[Bucket, Tensor, float, NotesThen]
-    ) -> None:
+    def _queue(self, key: tuple[int, int], model: tuple[Bucket, Tensor, float, NotesThen]) -> None:
         if key not in self._newer:
             self._waiting[key[0]] += 1
             self._changed.add(key)
             self._turns[key] = self._turn = self._turn + 1
         self._newer[key] = model
 
-    def _take_waiting(self, key: tuple[int, int]) -> tuple[Bucket, Tensor, float, NotesThen] | None:
+    def _dequeue(self, key: tuple[int, int]) -> tuple[Bucket, Tensor, float, NotesThen] | None:
         model = self._newer.pop(key, None)
         if model is not None:
             self._waiting[key[0]] -= 1
@@ -371,9 +369,9 @@ class ModelSender:
         return self._differences.encode(rank, bucket, values, wire, always), None
 
     def _moved(self, bucket: Bucket, nbytes: int) -> int:
-        """Bytes that move in memory for a message of ``nbytes``."""
+        """Return the bytes moved in memory for a message of ``nbytes``."""
         differences = self._differences
-        return SENT * nbytes + (differences.besides(bucket, nbytes) if differences else 0)
+        return SENT * nbytes + (differences.extra_bytes(bucket, nbytes) if differences else 0)
 
     def _reclaim(self, key: tuple[int, int]) -> bool:
         request, wire = self._in_flight[key]
@@ -382,30 +380,30 @@ class ModelSender:
                 return False
             self._free.append(wire)
         except PeerFailedError:
-            pass  # the wire may still be read
+            pass  # the buffer may still be read
         del self._in_flight[key]
         return True
 
     def _advance(self, keys: Iterable[tuple[int, int]]) -> None:
-        """Send of these what waited and can go now, what has waited longest first."""
+        """Send those queued models among ``keys`` that can be sent now, longest waiting first."""
         flying = self._in_flight
         ready = [key for key in keys if key in self._newer and flying[key][0].done]
         for key in sorted(ready, key=self._turns.__getitem__):
-            if self._reclaim(key) and (model := self._take_waiting(key)) is not None:
+            if self._reclaim(key) and (model := self._dequeue(key)) is not None:
                 self.send(key[0], *model)
         for rank in [rank for rank in self._ending if not self._waiting[rank]]:
             self._ending.remove(rank)
             self._transport.isend(Header(Kind.END).pack(), rank, Tag.MODEL)
 
     def keep_up(self, awaited: WaitSet) -> None:
-        """Send what can go now, and have ``awaited`` wait for what the rest waits behind.
+        """Send what can be sent now, and add the sends that block the rest to ``awaited``.
 
-        The names in there are negative. Without that a model would wait until a gradient
-        comes, which never comes from workers that wait for the model.
+        Their names in it are negative. Without them a model would wait until the next gradient,
+        which never arrives from workers that wait for the model.
         """
         if not (self._newer or self._ending or self._awaited):
             return
-        # Called for every gradient: of thousands that wait only those are looked at that may go.
+        # Runs for every gradient: of thousands of waiting models, only check those that may go.
         self._advance(
             {*self._changed, *map(self._key, self._awaited.intersection(awaited.ended()))}
         )
@@ -428,11 +426,11 @@ class ModelSender:
         return -1 - (bucket * self._transport.size + rank)
 
     def end(self, rank: int) -> None:
-        """Tell a worker that this was all, once what still waits for it has gone."""
+        """Send a worker the end marker after all of its queued models."""
         self._ending.append(rank)
 
     def flush(self, awaited: WaitSet) -> None:
-        """Wait until all is delivered, and no more in ``awaited``."""
+        """Wait until all is delivered, and remove all sends from ``awaited``."""
         for name in self._awaited:
             awaited.drop(name)
         self._awaited.clear()

@@ -1,8 +1,8 @@
-"""What a server has, a second time at another rank, as of not many updates ago.
+"""Replica of a server's state on another rank, a bounded number of updates old.
 
-When a server is lost, what workers have of the model stands for its buckets. Its momentum is
-nobody's else, nor is the centre of elastic averaging: so these are mirrored, a bucket whenever it
-has been updated so many times.
+If a server fails, the workers' models replace its buckets. But no other rank has its momentum or
+the centre of elastic averaging: so these are replicated, each bucket after a fixed number of
+updates.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from aladdin_mpi.transport.base import Request, Transport
 
 
 def keeper_of(server: int, servers: int) -> int:
-    """The rank that keeps a server's mirror: the next server, or the first worker."""
+    """Return the rank that keeps a server's replica: the next server, or the first worker."""
     return (server + 1) % servers if servers > 1 else servers
 
 
 class ServerReplica:
-    """A server's side.
+    """Sender of a server's state to its replica.
 
     Args:
-        every: updates of a bucket between two copies of it.
+        every: number of updates of a bucket between two copies of it.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class ServerReplica:
         self._every = every
         self._updates = {bucket.index: 0 for bucket in role.server.buckets}
         self._sends: dict[int, list[Request]] = {}
-        transport.exclude_from_traffic(Tag.MIRROR)
+        transport.exclude_from_traffic(Tag.REPLICA)
         role.server.on_update(self.note)
 
     def note(self, bucket: Bucket) -> None:
-        """A bucket has been updated."""
+        """Count an update of a bucket."""
         self._updates[bucket.index] += 1
         last = self._sends.get(bucket.index, ())
         is_due = self._updates[bucket.index] >= self._every
@@ -61,23 +61,23 @@ class ServerReplica:
         optimizer = self._role.optimizer
         if values.is_meta:
             return
-        told = {
+        state = {
             "bucket": bucket.index,
             "values": values.clone(),
             "optimizer": None if optimizer is None else optimizer.state_of(bucket.part),
         }
-        sends = send_object(self._transport, told, self._keeper, Tag.MIRROR)
+        sends = send_object(self._transport, state, self._keeper, Tag.REPLICA)
         self._sends[bucket.index] = sends
 
 
 class StoredReplicas:
-    """The other side: what this rank keeps of servers, by their numbers and buckets."""
+    """Replicas kept on this rank, by server and bucket."""
 
     def __init__(self, transport: Transport, servers: int) -> None:
         self._transport = transport
         self.of: dict[int, dict[int, Mapping[str, Any]]] = {}
-        """Of each server, what came last of each of its buckets."""
-        transport.exclude_from_traffic(Tag.MIRROR)
+        """The last state of each bucket of each server."""
+        transport.exclude_from_traffic(Tag.REPLICA)
         for server in range(servers):
             if keeper_of(server, servers) == transport.rank:
                 self.of[server] = {}
@@ -85,19 +85,19 @@ class StoredReplicas:
 
     def _await_length(self, server: int) -> None:
         length = torch.zeros(1, dtype=torch.int64)
-        request = self._transport.irecv(length, server, Tag.MIRROR)
+        request = self._transport.irecv(length, server, Tag.REPLICA)
         self._transport.when_done(request, partial(self._await_data, server, request, length))
 
     def _await_data(self, server: int, announced: Request, length: Tensor) -> None:
         if announced.failed is not None or not announced.nbytes:
             return
         data = torch.empty(int(length), dtype=torch.uint8)
-        request = self._transport.irecv(data, server, Tag.MIRROR)
+        request = self._transport.irecv(data, server, Tag.REPLICA)
         self._transport.when_done(request, partial(self._take, server, request, data))
 
     def _take(self, server: int, arrived: Request, data: Tensor) -> None:
         if arrived.failed is not None or not arrived.nbytes:
             return
-        told = unpacked(data)
-        self.of[server][told["bucket"]] = told
+        state = unpacked(data)
+        self.of[server][state["bucket"]] = state
         self._await_length(server)

@@ -1,4 +1,4 @@
-"""A worker's messages: gradients out and the newest models in, without waiting for either."""
+"""A worker's mailbox: sends gradients and receives the newest models, without waiting."""
 
 from __future__ import annotations
 
@@ -19,31 +19,30 @@ from aladdin_mpi.flat.vectors import add, cut, lerp
 from aladdin_mpi.transport.base import EVENT_POLL, Event, Request, Transport
 
 NotesFor = Notes | Callable[[int], Notes]
-"""For all servers, or for each as it is told."""
+"""Notes for all servers, or a function of the server, called at the time of sending."""
 
 
 class _Slot:
-    """One flat gradient and what is on its way of it."""
+    """One flat gradient and its messages in flight."""
 
-    def __init__(self, vector: Tensor, room: Tensor) -> None:
+    def __init__(self, vector: Tensor, wire: Tensor) -> None:
         self.vector = vector
-        self.room = room
+        self.wire = wire
         self.count = 0
         self.samples = 0
         self.weight = 1.0
         self.notes: NotesFor = ()
         self.requests: deque[Request] = deque()
-        """Of its messages, in the order of sending: those that may not have left."""
+        """Requests of its messages that may not be complete, in sending order."""
 
 
 class Outbox(Stateful):
     """A ring of gradients in flight to the servers.
 
-    A gradient leaves bucket by bucket while backward goes on, as long as fewer than
-    ``ring`` are on the wire. Otherwise it is added to the one that waits for its
-    turn, which then counts for that many. Gradients come straight from autograd's
-    tensors into the buffers that are sent: with fp32 on a CPU there is no other copy.
-    What is summed is compressed when its turn comes.
+    A gradient is sent bucket by bucket during backward, as long as fewer than ``ring`` are
+    on the wire. Otherwise it is added to the one that waits for its turn, which then counts
+    as that many. Gradients are written from autograd's tensors directly into the send
+    buffers: with fp32 on a CPU there is no other copy. A sum is compressed when it is sent.
 
     ``coalesced`` counts the gradients that were added to another one.
     """
@@ -67,7 +66,7 @@ class Outbox(Stateful):
         self._in_flight: list[_Slot] = []
         self._waiting: _Slot | None = None
         self._current: _Slot | None = None
-        self._live = False
+        self._is_sending = False
         self.coalesced = 0
 
     def _new_slot(self) -> _Slot:
@@ -79,15 +78,15 @@ class Outbox(Stateful):
     ) -> Tensor:
         """Return a vector for the next ``count`` gradients, from sample ``samples`` on.
 
-        Its contents are undefined. ``notes`` are sent with it, unless it is added to another one;
-        a function is called for those of each server when it leaves. None: :meth:`announce` is
-        called with the notes before the first :meth:`put`. ``weight`` is its share of the round.
+        Its contents are undefined. ``notes`` are sent with it, unless it is added to another one; a
+        function is called for each server at the time of sending. None: :meth:`announce` is called
+        with the notes before the first :meth:`put`. ``weight`` is its share of the round.
         """
         self._reclaim()
-        # At most ring in flight, one that waits and this one.
+        # At most ring gradients in flight, one that waits and this one.
         slot = self._current = self._free.pop() if self._free else self._new_slot()
         slot.count, slot.samples, slot.weight = count, samples, weight
-        self._live = self._waiting is None and len(self._in_flight) < self._ring
+        self._is_sending = self._waiting is None and len(self._in_flight) < self._ring
         if notes is not None:
             self.announce(notes)
         return slot.vector
@@ -96,20 +95,20 @@ class Outbox(Stateful):
         """Send the current gradient's header with ``notes``, or keep them if it has to wait."""
         assert self._current is not None
         self._current.notes = notes
-        if self._live:
+        if self._is_sending:
             self._announce(self._current)
 
     def put(self, bucket: Bucket) -> None:
-        """The bucket of the current gradient is complete: send it, if its turn has come."""
+        """Send a complete bucket of the current gradient, if its turn has come."""
         assert self._current is not None
-        if self._live:
+        if self._is_sending:
             self._send(self._current, bucket)
         elif self._waiting is not None:
             self._advance()
 
     def idle_until(self) -> Sequence[Request] | None:
-        """The sends of which one has to end before :meth:`put` does anything; None: it does now."""
-        if self._live:
+        """Return the sends one of which must end before :meth:`put` can act; None: it can now."""
+        if self._is_sending:
             return None
         if self._waiting is None:
             return ()
@@ -122,10 +121,10 @@ class Outbox(Stateful):
         return awaited
 
     def end(self) -> None:
-        """The current gradient is complete."""
+        """Complete the current gradient."""
         slot, self._current = self._current, None
         assert slot is not None
-        if self._live:
+        if self._is_sending:
             self._in_flight.append(slot)
         elif self._waiting is None:
             self._waiting = slot
@@ -143,15 +142,15 @@ class Outbox(Stateful):
             self._advance()
 
     def flush(self) -> None:
-        """Wait until everything is delivered, then tell the servers that this was all."""
+        """Wait until everything is delivered, then send the end marker to the servers."""
         self.drain()
         for server in range(self._layout.servers):
             self._transport.wait(self._header(server, Header(Kind.END)))
 
     def _advance(self) -> None:
-        """Send the one that waits, if there is room on the wire now."""
+        """Send the waiting gradient if the ring has a free place."""
         self._reclaim()
-        # One waits only while none is being sent bucket by bucket: none can cut in.
+        # One can wait only while none is sent bucket by bucket, so none can overtake it.
         if self._waiting is not None and len(self._in_flight) < self._ring:
             slot, self._waiting = self._waiting, None
             self._announce(slot)
@@ -162,7 +161,7 @@ class Outbox(Stateful):
     def _reclaim(self) -> None:
         has_room = False
         for slot in self._in_flight:
-            # What has left is not looked at again.
+            # Completed requests are not polled again.
             while slot.requests and self._transport.test(slot.requests[0]):
                 slot.requests.popleft()
             has_room = has_room or not slot.requests
@@ -188,8 +187,8 @@ class Outbox(Stateful):
         return self._transport.isend(header.pack(), server, Tag.GRADIENT)
 
     def _send(self, slot: _Slot, bucket: Bucket) -> None:
-        values, room = bucket.of(slot.vector), bucket.of(slot.room)
-        message, event = self._codec.compress(bucket, values, slot.samples, room)
+        values, wire = bucket.of(slot.vector), bucket.of(slot.wire)
+        message, event = self._codec.compress(bucket, values, slot.samples, wire)
         slot.requests.append(
             self._transport.isend(message, bucket.server, Tag.GRADIENT, after=event)
         )
@@ -204,7 +203,7 @@ class Model(NamedTuple):
     notes: tuple[float, ...]
 
 
-class _Line:
+class _Inbox:
     """The receives posted for one server: header, bucket, header, bucket, ..."""
 
     def __init__(
@@ -216,7 +215,7 @@ class _Line:
         self._posted: deque[tuple[Request, Request]] = deque()
         self._oldest: Header | None = None
         self._held = 0
-        """Models taken whose memory a device still reads."""
+        """Number of taken models whose memory a device still reads."""
         self.ended = False
         self._buffers = [
             (new_header(), codec.buffer(layout.largest))
@@ -237,18 +236,18 @@ class _Line:
         )
 
     def _announced(self) -> Header:
-        """What the oldest header says, which has come: read once, however often it is asked for."""
+        """Return the oldest header, which has arrived; it is decoded only once."""
         if self._oldest is None:
             self._oldest = Header.received(self._posted[0][0])
         return self._oldest
 
     def arrived(self) -> list[Model]:
-        """What has come, oldest first; to be given back by :meth:`repost`."""
-        with self._transport.atomic():  # receives may be posted by a handler
+        """Return arrived models, oldest first; return their buffers with :meth:`repost`."""
+        with self._transport.atomic():  # a handler may post receives
             return self._take_arrived()
 
     def _take_arrived(self) -> list[Model]:
-        found: list[Model] = []
+        models: list[Model] = []
         while not self.ended and self._posted and self._transport.test(self._posted[0][0]):
             data = self._posted[0][1]
             header = self._announced()
@@ -260,17 +259,17 @@ class _Line:
                 bucket = self._layout.buckets[header.bucket]
                 assert data.buffer is not None
                 message = cut(data.buffer, 0, data.nbytes // data.buffer.itemsize)
-                found.append(Model(bucket, message, header.alpha, header.notes))
+                models.append(Model(bucket, message, header.alpha, header.notes))
             else:
                 break
-        return found
+        return models
 
     def repost(self, count: int, after: Event | None = None) -> None:
         """Post receives again for ``count`` models taken from :meth:`arrived`.
 
         Args:
-            count: of those taken first.
-            after: a device reads them until then.
+            count: number of models, those taken first.
+            after: event of a device's reads of them.
         """
         if after is None or after.query():
             with self._transport.atomic():
@@ -304,7 +303,7 @@ class _Line:
         self._oldest = None
 
     def next(self) -> Request | None:
-        """What a wait for the next arrival has to wait for."""
+        """Return the request to wait for until the next arrival; None if none can arrive."""
         if not self._posted:
             self._await_device()
         if self.ended or not self._posted:
@@ -312,16 +311,16 @@ class _Line:
         announced, data = self._posted[0]
         if not announced.done or announced.failed is not None:
             return announced
-        # Nothing follows the end, which may have come since the last look.
+        # Nothing follows the end marker, which may have arrived since the last poll.
         ended = self._announced().kind == Kind.END
         return announced if ended else data
 
 
 class ModelInbox:
-    """Receives posted ahead for the models that the servers send when they see fit.
+    """Receives posted ahead for models, which servers send at any time.
 
-    ``notes`` are those of the newest model that came with any. ``models`` is how many whole
-    models can arrive while the worker computes.
+    ``notes`` are the newest ones received. ``models`` is the number of whole models that can
+    arrive while the worker computes.
     """
 
     def __init__(
@@ -332,20 +331,20 @@ class ModelInbox:
         self._wire = codec.plain
         self.notes: tuple[float, ...] = ()
         self._differences = codec.model_decoder()
-        self._lines = [_Line(transport, s, layout, codec, models) for s in range(layout.servers)]
+        self._lines = [_Inbox(transport, s, layout, codec, models) for s in range(layout.servers)]
 
     def open(self) -> None:
-        """Post the receives; at the start of a segment."""
+        """Start a segment: post the receives."""
         if self._differences is not None:
             self._differences.forget()
         for line in self._lines:
             line.open()
 
     def blend_into(self, parameters: Tensor) -> int:
-        """``x <- (1 - alpha) x + alpha x~`` with the newest arrival of each bucket.
+        """Compute ``x <- (1 - alpha) x + alpha x~`` with the newest arrival of each bucket.
 
-        Returns how many buckets have come, those among them that were damaged on their way:
-        these are not taken, the next ones are.
+        Returns the number of arrived buckets, including those damaged in transit, which are
+        replaced by the next ones.
         """
         count = 0
         for line in self._lines:
@@ -359,10 +358,10 @@ class ModelInbox:
         return count
 
     def _blend(self, arrived: list[Model], parameters: Tensor) -> Event | None:
-        """Blend in; until the event that is returned, if any, a device reads the messages."""
+        """Blend in models; return the event, if any, after which their buffers are free."""
         event: Event | None = None
         newest: dict[int, tuple[Model, Tensor]] = {}
-        for model in arrived:  # every one, in their order
+        for model in arrived:  # decoders need all of them, in order
             if self._is_damaged(model):
                 continue
             message, event = self._wire.fetch(model.message)
@@ -376,15 +375,15 @@ class ModelInbox:
         return event
 
     def note(self, model: Model) -> None:
-        """A model has come, with or without values."""
+        """Record a model's arrival, with or without values."""
         self.notes = model.notes or self.notes
 
     def put(self, parameters: Tensor, model: Model, values: Tensor) -> None:
-        """Blend in one bucket, of which ``values`` are the newest."""
+        """Blend in the newest ``values`` of one bucket."""
         lerp(model.bucket.of(parameters), values, model.alpha)
 
     def _is_damaged(self, model: Model) -> bool:
-        """Whether it was damaged on its way; then its server is asked for the whole bucket."""
+        """Return whether a model was damaged in transit; if so, request the whole bucket."""
         if not is_damaged(model.message):
             return False
         if self._differences is not None:
@@ -394,19 +393,19 @@ class ModelInbox:
         return True
 
     def await_into(self, parameters: Tensor) -> None:
-        """Wait for a model from the servers, every bucket once, and blend it in."""
+        """Wait for every bucket of a model from the servers, and blend it in."""
         missing = self._buckets
         while missing := missing - self.blend_into(parameters):
             self._wait()
 
     def drain_into(self, parameters: Tensor) -> None:
-        """Blend what still comes until every server has said that it was all."""
+        """Blend in models until every server has sent its end marker."""
         self.blend_into(parameters)
         while self._wait():
             self.blend_into(parameters)
 
     def _wait(self) -> bool:
-        """Wait for the next message; whether one can come."""
+        """Wait for the next message; return whether one can arrive."""
         awaited = [request for line in self._lines if (request := line.next())]
         if awaited:
             self._transport.wait_any(awaited)

@@ -1,4 +1,4 @@
-"""Parameters of another dtype than the flat vector's."""
+"""Parameters whose dtype differs from the flat vector's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from aladdin_mpi.errors import UserError
 
 _watched: Counter[int] = Counter()
-"""How many watchers each parameter has, by its id; a watcher holds the parameter."""
+"""Number of watchers of each parameter, by its id; a watcher holds the parameter."""
 
 
 _DATA: Any = torch._C.TensorBase.__dict__["data"]
@@ -20,17 +20,17 @@ _DATA: Any = torch._C.TensorBase.__dict__["data"]
 
 
 def raw_data(tensor: Tensor) -> Tensor:
-    """Return ``tensor.data``, for writes that are not the script's."""
+    """Return ``tensor.data``, for writes that are not the training loop's."""
     data: Tensor = _DATA.__get__(tensor)
     return data
 
 
 class VisibleWrites:
-    """While it is open, ``.data`` of some parameters shares their version counters.
+    """Context in which ``.data`` of some parameters shares their version counters.
 
     torch counts in-place writes to a parameter, and to tensors that share its memory, in its
-    ``_version``. What ``.data`` returns has a counter of its own, so that such writes go unseen;
-    ``detach()`` returns the same memory with the parameter's counter. Comparing the values instead
+    ``_version``. ``.data`` returns a tensor with its own counter, so such writes are not detected;
+    ``detach()`` returns the same memory with the parameter's counter. Comparing values instead
     would read the model twice in each step.
     """
 
@@ -42,7 +42,7 @@ class VisibleWrites:
         _watched.update(map(id, self._parameters))
 
     def close(self) -> None:
-        """Let ``.data`` be torch's again."""
+        """Restore torch's ``.data``."""
         _watched.subtract(map(id, self._parameters))
         self._parameters.clear()
         for key in [key for key, watchers in _watched.items() if not watchers]:
@@ -51,7 +51,7 @@ class VisibleWrites:
             del torch.Tensor.data
 
     def __del__(self) -> None:
-        """Forget the ids of a watcher that was not closed: other tensors may get them."""
+        """Remove the ids of a watcher that was not closed, as other tensors may get them."""
         if self._parameters:
             self.close()
 
@@ -61,10 +61,10 @@ def _read(tensor: Tensor) -> Tensor:
 
 
 def common_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
-    """Return the dtype that holds every value of all: float32 for bfloat16 and float32.
+    """Return the dtype that can hold all values: float32 for bfloat16 and float32.
 
     Raises:
-        UserError: torch combines no two of them (as those of 8 bits), or one has no real numbers.
+        UserError: torch cannot combine two dtypes (as those of 8 bits), or one is not real.
     """
     widest, *others = {parameter.dtype for parameter in parameters}
     for dtype in others:
@@ -84,15 +84,15 @@ def common_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
 
 
 class OtherDtypes(dict[nn.Parameter, Tensor]):
-    """Maps each parameter of another dtype to its part of the flat vector, in its shape.
+    """Map from each parameter of another dtype to its part of the flat vector, in its shape.
 
-    Autograd wants a gradient in the dtype of its parameter. So these stay in ``.grad`` and are
-    converted into the flat vector of gradients; the optimizer steps on the flat vector, and the
+    Autograd requires a gradient in the dtype of its parameter. These gradients stay in ``.grad``
+    and are converted into the flat vector; the optimizer steps on the flat vector, and the
     parameters are rounded from it before each step.
     """
 
     def refresh(self) -> None:
         """Round the parameters from the flat vector."""
         if self:
-            # As .data, so that the loop's writes are told from these by their versions.
+            # As .data, so that versions distinguish these writes from the training loop's.
             torch._foreach_copy_(list(map(raw_data, self)), list(self.values()))

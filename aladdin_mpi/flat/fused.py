@@ -1,8 +1,8 @@
-"""Arithmetic on flat vectors in one pass over a GPU's memory, where Triton can compile it.
+"""Arithmetic on flat vectors in one pass over a GPU's memory, if Triton can compile it.
 
-torch makes a kernel and a pass over memory of each operation. The functions here do the same in one
-kernel each, which halves a worker's launches in a step of aladdin-ahead (docs/gpus.md). Where
-:func:`is_usable` says no, their callers use torch's operations.
+torch runs one kernel and one memory pass for each operation. These functions use one kernel
+each, which halves a worker's kernel launches in a step of aladdin-ahead (docs/gpus.md). If
+:func:`is_usable` returns False, their callers use torch's operations.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 from aladdin_mpi import accelerator
 
 BLOCK = 1024
-"""Values of an elementwise kernel's program."""
+"""Values processed by one program of an elementwise kernel."""
 ROWS = 4
-"""Blocks of quantised values of a program."""
+"""Blocks of quantised values processed by one program."""
 LARGEST = 2**31 - BLOCK
-"""Values of a vector; the kernels count them in 32 bits."""
+"""Largest number of values of a vector; the kernels use 32-bit indices."""
 enabled = True
 """Set to False to compare with torch's operations."""
 
@@ -37,7 +37,7 @@ def is_usable(*vectors: Tensor) -> bool:
 
 @cache
 def _compiles() -> bool:
-    """Try a kernel: Triton may be missing, or the C compiler that it needs."""
+    """Return whether a kernel compiles: Triton or its C compiler may be missing."""
     if torch.version.hip is not None:
         return False
     try:
@@ -52,20 +52,20 @@ def _compiles() -> bool:
 def quantise(
     values: Tensor, left: Tensor, message: Tensor, steps: int, width: int, tiny: float
 ) -> None:
-    """Do what :func:`aladdin_mpi.codec.quantise.quantise` does with 8 bits.
+    """Quantise with 8 bits, as :func:`aladdin_mpi.codec.quantise.quantise` does.
 
-    ``steps`` are those on either side of zero, ``width`` the values of a block and ``tiny`` the
-    smallest divisor.
+    ``steps`` is the number of steps on either side of zero, ``width`` the number of values of a
+    block and ``tiny`` the smallest divisor.
     """
     numel = values.numel()
     blocks = -(-numel // width)
     packed = message[blocks:].view(torch.int8)
-    given = values, left, message, packed, numel, packed.numel(), 1 / steps, tiny
-    _launch("quantise", -(-blocks // ROWS), *given, WIDTH=width, ROWS=ROWS)
+    arguments = values, left, message, packed, numel, packed.numel(), 1 / steps, tiny
+    _launch("quantise", -(-blocks // ROWS), *arguments, WIDTH=width, ROWS=ROWS)
 
 
 def add_dequantised(message: Tensor, target: Tensor, alpha: float, width: int) -> None:
-    """Do what :func:`aladdin_mpi.codec.quantise.add_dequantised` does with 8 bits."""
+    """Add 8-bit values, as :func:`aladdin_mpi.codec.quantise.add_dequantised` does."""
     numel = target.numel()
     blocks = -(-numel // width)
     packed = message[blocks:].view(torch.int8)
@@ -82,13 +82,13 @@ def momentum_step(
     momentum: float,
     nesterov: bool,
 ) -> None:
-    """``u <- g + decay x; v <- momentum v + u; g <- v``, or with Nesterov's ``u + momentum v``.
+    """Compute ``u <- g + decay x; v <- momentum v + u; g <- v``, with Nesterov ``u + momentum v``.
 
-    ``raw`` takes ``u``.
+    ``u`` is stored in ``raw``.
     """
-    given = g, x, v, g if raw is None else raw, g.numel(), decay, momentum
+    arguments = g, x, v, g if raw is None else raw, g.numel(), decay, momentum
     settings = {"NESTEROV": nesterov, "KEEPS_RAW": raw is not None, "BLOCK": BLOCK}
-    _launch("momentum_step", _programs(g), *given, **settings)
+    _launch("momentum_step", _programs(g), *arguments, **settings)
 
 
 def track_advance(
@@ -101,12 +101,12 @@ def track_advance(
     weight: float,
     ahead: float,
 ) -> None:
-    """Do what :meth:`aladdin_mpi.exchange.global_model.GlobalModelPredictor.advance` does.
+    """Compute :meth:`aladdin_mpi.exchange.global_model.GlobalModelPredictor.advance`.
 
     ``mine <- lr mine; p <- p + ahead v; v <- momentum v + weight raw; p <- p - (1 + ahead) v``.
     """
-    given = p, v, raw, mine, p.numel(), lr, momentum, weight, ahead
-    _launch("track_advance", _programs(p), *given, BLOCK=BLOCK)
+    arguments = p, v, raw, mine, p.numel(), lr, momentum, weight, ahead
+    _launch("track_advance", _programs(p), *arguments, BLOCK=BLOCK)
 
 
 def track_rebase(
@@ -119,7 +119,7 @@ def track_rebase(
     momentum: float,
     ahead: float,
 ) -> None:
-    """Do what :meth:`aladdin_mpi.exchange.global_model.GlobalModelPredictor.rebase` does.
+    """Compute :meth:`aladdin_mpi.exchange.global_model.GlobalModelPredictor.rebase`.
 
     ``v <- (model - now) / rounds; model <- now`` if ``rounds > 0``; then ``p <- now``, for each own
     step ``v <- momentum v + weight raw; p <- p - v``, and last ``p <- p - ahead v``.
@@ -128,11 +128,11 @@ def track_rebase(
         now: the values that arrived.
         p: parameters.
         v: velocity of the global model.
-        model: the last values that came.
-        own: raw direction and weight of the steps that ``now`` does not hold, the oldest first.
-        rounds: between ``model`` and ``now``.
-        momentum: of the global model.
-        ahead: rounds to look ahead, as a factor on ``v``.
+        model: the values that arrived last before ``now``.
+        own: raw direction and weight of the steps that ``now`` does not contain, oldest first.
+        rounds: number of rounds between ``model`` and ``now``.
+        momentum: momentum of the global model.
+        ahead: rounds to look ahead, as a factor of ``v``.
     """
     numel, programs = p.numel(), _programs(p)
     settings = {"HAS_MOVED": rounds > 0, "LOOKS_AHEAD": not own, "BLOCK": BLOCK}
@@ -147,8 +147,8 @@ def _programs(vector: Tensor) -> int:
 
 
 def _launch(name: str, programs: int, *arguments: Any, **settings: Any) -> None:
-    from aladdin_mpi.flat import kernels  # imports Triton, which not every machine has
+    from aladdin_mpi.flat import kernels  # imports Triton, which is optional
 
     kernel: Any = getattr(kernels, name)
-    accelerator.enter(arguments[0].device)  # Triton takes the thread's device, not the vectors'
+    accelerator.enter(arguments[0].device)  # Triton uses the thread's device, not the vectors'
     kernel[(programs,)](*arguments, enable_fp_fusion=False, **settings)

@@ -1,4 +1,4 @@
-"""Gradients as autograd makes them: hooks, views into the flat vector, complete buckets."""
+"""Gradients from autograd: hooks, views into the flat vector, complete buckets."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class ModuleHook:
     """A hook that acts on one module only.
 
     Some modules, such as those of ``torch.fx``, copy their hooks themselves. In such a copy the
-    hook is replaced by a function of the standard library that does nothing, so that the copy can
-    be loaded without this package. ``before_copy`` is called before the module is copied or
-    pickled; it may remove the hook.
+    hook is replaced by a no-op from the standard library, so that the copy can be loaded without
+    this package. ``before_copy`` is called before the module is copied or pickled; it may remove
+    the hook.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ModuleHook:
         self.before_copy = before_copy
 
     def __call__(self, module: nn.Module, *arguments: Any) -> Any:
-        """Call the function, unless the module is another one that has taken over the hook."""
+        """Call the function, unless ``module`` is a copy that has inherited the hook."""
         return self._call(module, *arguments) if module is self._module else None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -48,9 +48,9 @@ class ModuleHook:
 
 
 class Hooks:
-    """Hooks of a run on modules, which are removed together.
+    """Module hooks of a run, which are removed together.
 
-    A copy of such a module, whether by ``copy``, ``pickle`` or ``torch.save``, has none of them.
+    A copy of such a module, made with ``copy``, ``pickle`` or ``torch.save``, has no hooks.
     """
 
     def __init__(self) -> None:
@@ -67,15 +67,15 @@ class Hooks:
         """Add a :class:`ModuleHook`.
 
         ``register`` is a method of ``module``, such as ``module.register_forward_hook``; ``how``
-        are its further arguments.
+        holds its further arguments.
         """
         self._added.append((module, register(ModuleHook(module, call, before_copy), **how)))
-        # copy and pickle ask the object itself before its class. In __dict__, because modules
+        # copy and pickle look at the object itself before its class. In __dict__, because modules
         # may store attributes elsewhere.
         module.__dict__[_REDUCE] = partial(_reduce, module)
 
     def remove(self) -> None:
-        """Remove all of them."""
+        """Remove all hooks."""
         for module, handle in self._added:
             handle.remove()
             if not _of_runs(module.__dict__):
@@ -84,7 +84,7 @@ class Hooks:
 
 
 def _of_runs(state: dict[str, Any]) -> dict[int, ModuleHook]:
-    """The hooks of runs among the attributes of a module, by their numbers."""
+    """Return the hooks of runs among the attributes of a module, by their numbers."""
     return {
         number: hook
         for name, held in state.items()
@@ -107,14 +107,14 @@ def _reduce(module: nn.Module, protocol: Any) -> Any:
 
 
 def _without_hooks(state: Any) -> Any:
-    """Return the attributes of a module without the hooks of runs, or another object as it is."""
+    """Return a module's attributes without the hooks of runs, or another object unchanged."""
     if isinstance(state, tuple):  # of a class with slots: (__dict__, slots)
         return tuple(map(_without_hooks, state))
     if not isinstance(state, dict):
         return state
     numbers = _of_runs(state).keys()
     kept = {name: value for name, value in state.items() if name != _REDUCE}
-    # _forward_hooks_with_kwargs and the like have the numbers of hooks as well.
+    # _forward_hooks_with_kwargs and similar dicts use the numbers of hooks as well.
     for name, held in kept.items():
         if "_hooks" in name and isinstance(held, dict) and not numbers.isdisjoint(held):
             kept[name] = type(held)((n, each) for n, each in held.items() if n not in numbers)
@@ -122,43 +122,43 @@ def _without_hooks(state: Any) -> Any:
 
 
 class BoundGradients:
-    """Where backward's gradients go: for each parameter, a view of a flat vector.
+    """Gradients of backward, bound to a flat vector through a view for each parameter.
 
-    A parameter is known by its number in the flat order.
+    Parameters are identified by their numbers in flat order.
 
     Args:
         parameters: in flat order.
-        others: those of another dtype than the flat vector.
+        others: parameters of another dtype than the flat vector.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], others: OtherDtypes) -> None:
         self._parameters = parameters
         self.numbers = {parameter: number for number, parameter in enumerate(parameters)}
-        """Of each parameter, in flat order."""
+        """Numbers of the parameters, in flat order."""
         self._others = others
         self._views_of: dict[int, list[Tensor]] = {}
         self._views: list[Tensor] = []
         self.missing: set[int] = set()
-        """The parameters of which nothing has been put into the bound vector yet."""
+        """Parameters whose gradient has not been copied into the bound vector yet."""
         self._versions: list[int] | None = None
         self.unused: set[int] = set()
-        """The parameters of which backward has made no gradient; complete when it is over."""
+        """Parameters without a gradient from backward; complete after :meth:`end_backward`."""
 
     def notice_changes(self) -> None:
-        """From now on :meth:`end_backward` refuses gradients that are changed after they came."""
+        """Make :meth:`end_backward` refuse gradients that are changed after they were taken."""
         self._versions = [0] * len(self._parameters)
 
     def bind(self, vector: Tensor, cut: Callable[[Tensor], Iterable[Tensor]]) -> None:
-        """Let the next gradient go into ``vector``, whatever it holds; further ones are added.
+        """Direct the next gradient into ``vector``, overwriting it; further gradients are added.
 
-        Autograd's tensors stay in ``.grad`` until they are taken: ``vector`` holds all of them only
-        after :meth:`end_backward`. That is one pass over memory less than to clear the vector and
-        to add to it, and it tells a gradient of zero from none. ``cut`` returns the views of
-        ``vector``, shaped and strided as the parameters.
+        Autograd's tensors stay in ``.grad`` until they are taken: ``vector`` is complete only after
+        :meth:`end_backward`. That saves one memory pass compared to zeroing and adding, and
+        distinguishes a gradient of zero from a missing one. ``cut`` returns the views of
+        ``vector``, with the parameters' shapes and strides.
         """
         views = self._views_of.get(vector.data_ptr())
         if views is None:
-            # As .data, so that the loop's writes are told from the algorithm's by their versions.
+            # As .data, so that versions distinguish the training loop's writes from these.
             views = self._views_of[vector.data_ptr()] = [view.data for view in cut(vector)]
         self._views = views
         self.missing = set(range(len(views)))
@@ -167,10 +167,10 @@ class BoundGradients:
             parameter.grad = None
 
     def take(self, number: int) -> None:
-        """Backward has come by a parameter: put its gradient into the bound vector.
+        """Copy a parameter's gradient into the bound vector, after backward has reached it.
 
         Raises:
-            UserError: the training loop has removed what an earlier backward pass had left.
+            UserError: the training loop has removed the gradient of an earlier backward pass.
         """
         parameter, view = self._parameters[number], self._views[number]
         gradient = parameter.grad
@@ -198,7 +198,7 @@ class BoundGradients:
         self.unused.discard(number)
 
     def take_missing(self, of: Sequence[int]) -> None:
-        """Take those that are still missing, in one call for all of them where that can be."""
+        """Take the gradients that are still missing, with one call for all of them if possible."""
         numbers = [number for number in of if number in self.missing]
         gradients = [self._parameters[number].grad for number in numbers]
         dense = [g for g in gradients if g is not None and not g.is_sparse]
@@ -224,11 +224,11 @@ class BoundGradients:
             self._versions[number] = _version(gradient)
 
     def has_any(self) -> bool:
-        """Whether backward has made any since :meth:`bind`."""
+        """Return whether backward has made any gradient since :meth:`bind`."""
         return any(parameter.grad is not None for parameter in self._parameters)
 
     def end_backward(self, is_skipped: bool = False) -> None:
-        """Backward is over, or there was none: what has had no gradient is zero.
+        """End backward (or a step without it); gradients that were not computed become zero.
 
         Raises:
             UserError: the training loop has unbound or changed gradients, or made none.
@@ -243,7 +243,7 @@ class BoundGradients:
             self.take(number)
         for number, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
             if self._others and parameter in self._others:
-                # Its gradient was converted when it came, if that was watched.
+                # Its gradient was converted on arrival, if changes are watched.
                 if self._versions is None:
                     _convert(parameter.grad, view)
                 elif self._versions[number] != _version(parameter.grad):
@@ -255,7 +255,7 @@ class BoundGradients:
 
 
 def _convert(gradient: Tensor | None, into: Tensor) -> None:
-    """Put a gradient that backward has left into the flat vector's; zero if there is none."""
+    """Convert a gradient from backward into its view; zero if there is none."""
     if gradient is None:
         into.zero_()
     else:
@@ -263,7 +263,7 @@ def _convert(gradient: Tensor | None, into: Tensor) -> None:
 
 
 def _is_same(gradient: Tensor | None, view: Tensor) -> bool:
-    """Return whether a gradient lies where ``view`` does."""
+    """Return whether a gradient has the memory of ``view``."""
     if gradient is view:
         return True
     return (
@@ -272,7 +272,7 @@ def _is_same(gradient: Tensor | None, view: Tensor) -> bool:
 
 
 def _version(gradient: Tensor | None) -> int:
-    """Which changes with every write to it, and when it is made or removed."""
+    """Return a number that changes whenever the gradient is written, created or removed."""
     return -1 if gradient is None else gradient._version
 
 
@@ -291,22 +291,21 @@ def _unbound() -> UserError:
 
 
 OnBucket = Callable[[Bucket], None]
-"""Called with a bucket when all of its gradients are available."""
+"""Function called with a bucket when all of its gradients are available."""
 
 LARGE = 1 << 16
-"""Values of a gradient that is copied as it comes, while the cache has it: 256 KB of float32.
+"""Smallest gradient, in values, that is copied on arrival while cached: 256 KB of float32.
 
-Smaller ones, and all on a GPU, wait for their bucket: one call for all of them. Of a ResNet-56's
-step of 97 ms on a core, a call for each of its 170 parameters took 4 ms.
-"""
+Smaller ones, and all on a GPU, are copied with their bucket in one call. In a ResNet-56's
+step of 97 ms on one core, a call for each of its 170 parameters took 4 ms."""
 
 
 class BucketWatch:
-    """Counts gradients as backward delivers them, and reports completed buckets in order.
+    """Watch that counts gradients during backward and reports completed buckets in order.
 
-    A bucket is reported only after all earlier ones, so that every rank sends in one order, and
-    when its ``gradients`` have been copied into the bound vector. Parameters that take no part in
-    a step are found by :meth:`end`.
+    A bucket is reported after all earlier ones, so that every rank sends in the same order, and
+    after its ``gradients`` have been copied into the bound vector. :meth:`end` completes buckets
+    with parameters that take no part in a step.
     """
 
     def __init__(
@@ -328,7 +327,7 @@ class BucketWatch:
             start += parameter.numel()
 
     def _add(self, parameter: nn.Parameter, layout: Layout, start: int) -> None:
-        """Watch the parameter that lies at ``start``."""
+        """Watch the parameter that starts at ``start``."""
         number, stop = self._gradients.numbers[parameter], start + parameter.numel()
         touched = [b.index for b in layout.buckets if b.start < stop and start < b.stop]
         for index in touched:
@@ -347,13 +346,13 @@ class BucketWatch:
         self._hooks.append(parameter.register_post_accumulate_grad_hook(arrived))
 
     def deliver(self, parameter: nn.Parameter) -> None:
-        """The gradient of ``parameter`` is there. To be called where autograd has no part in it."""
+        """Take the gradient of ``parameter``; call this if autograd does not compute it."""
         self._gradients.deliver(parameter)
         if self.enabled:
             self._arrived(self._touched[self._gradients.numbers[parameter]])
 
     def begin(self, on_bucket: OnBucket) -> None:
-        """Begin a step, whose buckets are reported to ``on_bucket``."""
+        """Start a step, whose buckets are reported to ``on_bucket``."""
         self._on_bucket = on_bucket
         self._missing = list(self._needed)
         self._next = 0
@@ -373,23 +372,23 @@ class BucketWatch:
             self._report()
 
     def _report(self) -> None:
-        """Report the complete buckets after which none is missing."""
+        """Report complete buckets up to the first incomplete one."""
         while self._next < len(self._missing) and self._missing[self._next] == 0:
             index, self._next = self._next, self._next + 1
             self._gradients.take_missing(self._waiting[index])
             self._on_bucket(self._buckets[index])
 
     def end(self) -> None:
-        """End a step: what has had no gradient counts as zero."""
+        """End a step; gradients that were not computed are zero."""
         self.enabled = False
         self._missing = [0] * len(self._missing)
         self._report()
 
     def close(self) -> None:
-        """Watch no longer.
+        """Stop watching.
 
-        Python's collector sees no cycle through a parameter's hook: without this all vectors of a
-        run would be kept for as long as the process lives.
+        Python's garbage collector does not detect cycles through a parameter's hook: without this
+        call, all vectors of a run would be kept until the process exits.
         """
         for hook in self._hooks:
             hook.remove()
@@ -397,21 +396,21 @@ class BucketWatch:
 
 
 def _ignore(bucket: Bucket) -> None:
-    """Do nothing: no step has begun."""
+    """Do nothing: no step has started."""
 
 
 class Listen(torch.autograd.Function):
-    """The identity; backward hands over what comes by."""
+    """The identity function; backward passes its errors to a callback."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, token: Tensor, hear: Callable[[Tensor], None]) -> Tensor:
-        """``hear`` is called with the errors of ``output``; see torch.autograd.Function."""
-        ctx.mark_dirty(output)  # in place, so that what follows may be in place as well
+        """Return ``output``; ``hear`` is called with its errors, see torch.autograd.Function."""
+        ctx.mark_dirty(output)  # in place, so that later operations may be in place as well
         ctx.hear = hear
         return output
 
     @staticmethod
     def backward(ctx: Any, errors: Tensor) -> tuple[Tensor, None, None]:
-        """Pass them on."""
+        """Call ``hear`` with the errors and return them."""
         ctx.hear(errors)
         return errors, None, None

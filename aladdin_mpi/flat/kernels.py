@@ -1,7 +1,7 @@
 """Triton kernels of :mod:`aladdin_mpi.flat.fused`: each is one pass over flat vectors in fp32.
 
-Importing this module imports Triton. Compilation must not contract products and sums to one
-operation (``enable_fp_fusion=False``): decoded models have to be bit-identical on CPU and GPU.
+Importing this module imports Triton. Compilation must not fuse products and sums
+(``enable_fp_fusion=False``): decoded models have to be bit-identical on CPU and GPU.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def quantise(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """``left + values`` as whole steps of their block's scale; the rounding stays in ``left``."""
+    """Quantise ``left + values`` in steps of the block's scale; ``left`` keeps the error."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     inside = at < numel
     rest = tl.load(left + at, inside, 0.0) + tl.load(values + at, inside, 0.0)
     scale = tl.max(tl.abs(rest), 1) * inverse_steps
-    # tl.max passes over NaN.
+    # tl.max ignores NaN.
     is_nan = tl.max((rest != rest).to(tl.int32), 1) > 0
     scale = tl.where(is_nan, float("nan"), scale)
     steps = rest * (1.0 / tl.maximum(scale, tiny))[:, None]
@@ -43,7 +43,7 @@ def quantise(
 
 @triton.jit
 def add_dequantised(target, scales, packed, numel, alpha, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """``target <- target + alpha steps scale``."""
+    """Compute ``target <- target + alpha steps scale``."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     inside = at < numel
@@ -66,7 +66,7 @@ def momentum_step(
     KEEPS_RAW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``u <- g + decay x; v <- momentum v + u; g <- v``, or ``u + momentum v``."""
+    """Compute ``u <- g + decay x; v <- momentum v + u; g <- v``, or ``u + momentum v``."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
     gradient = tl.load(g + at, inside, 0.0) + decay * tl.load(x + at, inside, 0.0)
@@ -81,7 +81,7 @@ def momentum_step(
 
 @triton.jit
 def track_advance(p, v, raw, mine, numel, lr, momentum, weight, ahead, BLOCK: tl.constexpr):
-    """``mine <- lr mine``; ``p`` to where the next gradient is taken."""
+    """Compute ``mine <- lr mine``; move ``p`` to the point of the next gradient."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
     tl.store(mine + at, lr * tl.load(mine + at, inside, 0.0), inside)
@@ -105,7 +105,7 @@ def track_model(
     LOOKS_AHEAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``v <- (model - now) / rounds; model <- now; p <- now``, ahead by ``v``."""
+    """Compute ``v <- (model - now) / rounds; model <- now; p <- now``, ahead by ``v``."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
     new = tl.load(now + at, inside, 0.0)
@@ -123,7 +123,7 @@ def track_model(
 def track_own(
     p, v, raw, numel, momentum, weight, ahead, LOOKS_AHEAD: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """``v <- momentum v + weight raw; p <- p - v``, ahead by ``v``."""
+    """Compute ``v <- momentum v + weight raw; p <- p - v``, ahead by ``v``."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
     velocity = momentum * tl.load(v + at, inside, 0.0) + weight * tl.load(raw + at, inside, 0.0)

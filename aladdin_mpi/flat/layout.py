@@ -1,4 +1,4 @@
-"""How the flat vector of parameters is cut: into shards for servers, into buckets for the wire."""
+"""Division of the flat vector of parameters into shards for servers and buckets for the wire."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BYTES_PER_VALUE = 4
 
 @dataclass(frozen=True)
 class Bucket:
-    """One message's worth of the flat vector: ``[start, stop)``, owned by ``server``.
+    """A message's part of the flat vector: ``[start, stop)``, owned by ``server``.
 
     Buckets are numbered in the order in which backward completes them.
     """
@@ -32,7 +32,7 @@ class Bucket:
 
     @cached_property
     def part(self) -> slice:
-        """Where the bucket lies in the flat vector."""
+        """The bucket's slice of the flat vector."""
         return slice(self.start, self.stop)
 
     @cached_property
@@ -41,7 +41,7 @@ class Bucket:
         return self.stop - self.start
 
     def of(self, vector: Tensor) -> Tensor:
-        """The bucket's part of a flat vector, to be changed in place."""
+        """Return the bucket's part of a flat vector, as a view."""
         return vectors.cut(vector, self.start, self.stop)
 
 
@@ -59,7 +59,7 @@ class Layout:
         return max((bucket.numel for bucket in self.buckets), default=0)
 
     def owned_by(self, server: int) -> tuple[Bucket, ...]:
-        """The buckets of one server, in order."""
+        """Return the buckets of one server, in order."""
         return self._owned.get(server, ())
 
     @cached_property
@@ -80,25 +80,23 @@ def cut(
 ) -> Layout:
     """Cut a flat vector into shards for servers and these into buckets for the wire.
 
-    ``memory`` is memory-wise sharding (Ko et al., CIKM 2021, section 5.1): equal
-    shards of at most ``shard_mb`` (fp32), whatever the layers' boundaries, dealt to
-    the servers in turn, as many to each. Dealing in turn keeps all servers' links
-    busy throughout backward.
+    ``memory`` is memory-wise sharding (Ko et al., CIKM 2021, section 5.1): equal shards of
+    at most ``shard_mb`` (fp32), regardless of layer boundaries, assigned to the servers in
+    turn, the same number to each. This keeps all servers' links busy throughout backward.
 
     ``layer`` is layer-wise sharding (Ko et al., IPDPS 2021, section II): a whole layer
-    belongs to one server. The largest that is left goes to the server that has least
-    so far, so that no server has more than the lightest one and one layer more;
-    neighbouring layers of one server are one shard, whatever its size.
+    belongs to one server. The largest remaining layer is assigned to the server with the
+    fewest values, so that no server exceeds the lightest one by more than a layer; adjacent
+    layers of one server form one shard, whatever its size.
 
-    A shard is cut into equal buckets of at most ``bucket_mb``, the messages on the
-    wire.
+    A shard is cut into equal buckets of at most ``bucket_mb``, the messages on the wire.
 
     Args:
         numel: length of the flat vector.
-        servers: number of servers; 0 (no server) cuts as for one.
+        servers: number of servers; 0 is treated as 1.
         bucket_mb: largest message in MB (10^6 bytes).
         shard_mb: largest shard in MB, with memory-wise sharding.
-        sharding: the rule.
+        sharding: sharding rule.
         layers: with ``layer``, the number of values of each layer in flat order.
     """
     owners = max(servers, 1)
@@ -121,9 +119,9 @@ def cut(
 
 
 def between_parameters(layout: Layout, sizes: Sequence[int]) -> Layout:
-    """Return a layout whose buckets, and so servers, have whole parameters of these ``sizes``.
+    """Return a layout whose buckets, and so servers, hold whole parameters of these ``sizes``.
 
-    A parameter is in the bucket in which it begins; buckets in which none begins are left out.
+    A parameter belongs to the bucket in which it starts; buckets without a start are removed.
     """
     edges = [0, *accumulate(sizes)]
     buckets: list[Bucket] = []
@@ -136,14 +134,14 @@ def between_parameters(layout: Layout, sizes: Sequence[int]) -> Layout:
 
 
 def _by_memory(numel: int, owners: int, largest: int) -> list[tuple[int, int, int]]:
-    """Start, stop and owner of equal shards of at most ``largest`` values."""
+    """Return start, stop and owner of equal shards of at most ``largest`` values."""
     count = owners * max(1, ceil(numel / (largest * owners)))
     edges = [numel * shard // count for shard in range(count + 1)]
     return [(edges[i], edges[i + 1], i % owners) for i in range(count)]
 
 
 def _by_layer(layers: Sequence[int], owners: int) -> list[tuple[int, int, int]]:
-    """Start, stop and owner of runs of layers with one owner."""
+    """Return start, stop and owner of runs of layers with one owner."""
     owned = [0] * owners
     owner = [0] * len(layers)
     for index in sorted(range(len(layers)), key=lambda index: -layers[index]):

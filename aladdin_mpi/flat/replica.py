@@ -1,8 +1,8 @@
 """A model as one flat vector of parameters and one of gradients.
 
 The module's parameters and their ``.grad`` become views into the flat vectors, so
-that gradients lie where messages are sent from, and a received model is blended
-in by one operation.
+that gradients are computed in the send buffers, and one operation blends in a received
+model.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from aladdin_mpi.flat.vectors import sizes as sizes_alone
 
 @dataclass(frozen=True)
 class DenseLayer:
-    """An ``nn.Linear`` whose weight, ``outputs`` x ``inputs``, is trained and nobody else's.
+    """An ``nn.Linear`` with a trained weight, ``outputs`` x ``inputs``, that is not shared.
 
-    ``weight`` and ``bias`` say where they lie in the flat vector; ``bias`` is None where
-    there is none to be trained.
+    ``weight`` and ``bias`` are slices of the flat vector; ``bias`` is None if no bias is
+    trained.
     """
 
     name: str
@@ -46,11 +46,11 @@ class Outline:
     """The sizes of a module's trainable parameters, in flat order: last layer first.
 
     Attributes:
-        shapes: of the parameters.
-        layers: numbers of values of the layers. A layer is what one module holds itself, such as
+        shapes: shapes of the parameters.
+        layers: number of values of each layer. A layer is one module's own parameters, such as
             its weight and its bias.
         dense: the fully connected layers.
-        orders: the parameters' dimensions as memory has them, the slowest first; none without
+        orders: dimensions of each parameter in memory order, slowest first; empty without
             memory.
     """
 
@@ -61,11 +61,11 @@ class Outline:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of values of the parameters."""
+        """Number of values of each parameter."""
         return tuple(map(prod, self.shapes))
 
     def describe(self) -> list[str]:
-        """Return each parameter's shape, and how it lies in memory if not in order."""
+        """Return each parameter's shape, and its memory order if not the default."""
         orders = self.orders or [() for _ in self.shapes]
         return [
             f"{list(shape)}{_in_words(order)}"
@@ -74,7 +74,7 @@ class Outline:
 
 
 def outline(module: nn.Module) -> Outline:
-    """The outline of ``module``, which may be on the device "meta"."""
+    """Return the outline of ``module``, which may be on the device "meta"."""
     shapes: list[tuple[int, ...]] = []
     layers: list[int] = []
     seen: set[nn.Parameter] = set()
@@ -89,7 +89,7 @@ def outline(module: nn.Module) -> Outline:
 
 
 def _order(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Its dimensions, that with the largest stride first; those of size 1 have no place."""
+    """Return the dimensions of size > 1, in order of decreasing stride."""
     places = [place for place, size in enumerate(parameter.shape) if size > 1]
     return tuple(sorted(places, key=lambda place: -parameter.stride()[place]))
 
@@ -101,17 +101,17 @@ def _in_words(order: tuple[int, ...]) -> str:
 
 
 def places(module: nn.Module) -> dict[nn.Parameter, slice]:
-    """Where each trainable parameter lies in the flat vector."""
+    """Return the slice of the flat vector of each trainable parameter."""
     parameters = [p for p in module.parameters() if p.requires_grad][::-1]
     stops = accumulate(parameter.numel() for parameter in parameters)
     return {p: slice(stop - p.numel(), stop) for p, stop in zip(parameters, stops, strict=True)}
 
 
 def _dense_layers(module: nn.Module) -> tuple[DenseLayer, ...]:
-    """In flat order; one of which a parameter is tied to another layer's is left out."""
+    """Return the dense layers in flat order, without those that share a parameter."""
     at = places(module)
     owners = Counter(p for part in module.modules() for p in part.parameters(recurse=False))
-    found = []
+    layers = []
     for name, part in module.named_modules():
         own = list(part.parameters(recurse=False))
         if type(part) is not torch.nn.Linear or not isinstance(part.weight, torch.nn.Parameter):
@@ -121,12 +121,12 @@ def _dense_layers(module: nn.Module) -> tuple[DenseLayer, ...]:
         if all(owners[parameter] == 1 for parameter in own):
             bias = at.get(part.bias) if part.bias is not None else None
             layer = DenseLayer(name, part.out_features, part.in_features, at[part.weight], bias)
-            found.append(layer)
-    return tuple(found[::-1])
+            layers.append(layer)
+    return tuple(layers[::-1])
 
 
 class _Flat:
-    """A module's trainable parameters as a flat vector, and their sizes as in :class:`Outline`."""
+    """A module's trainable parameters as a flat vector, with the sizes of an :class:`Outline`."""
 
     def __init__(self, outline: Outline, parameters: Tensor) -> None:
         self.parameters = parameters
@@ -143,10 +143,10 @@ class _Flat:
 class Replica(_Flat):
     """A module's trainable parameters as a flat vector, last layer first.
 
-    The last layer comes first because backward completes it first: bucket 0 is
-    then the first that can leave. Frozen parameters stay outside, tied ones are
-    in once. Where dtypes differ the vector has the widest, and the others are copies.
-    The module is on its device already; its parameters' storage is replaced.
+    The last layer comes first because backward completes it first: bucket 0 can then
+    be sent first. Frozen parameters are excluded, tied ones are included once. If dtypes
+    differ, the vector has the widest, and parameters of the others are copies. The module
+    must be on its device already; its parameters' storage is replaced.
 
     Raises:
         UserError: no trainable parameter, several devices, or complex numbers.
@@ -189,22 +189,22 @@ class Replica(_Flat):
         return devices.pop()
 
     def set(self, vector: Tensor) -> None:
-        """Make the model that of another flat vector, on any device."""
+        """Set the model from another flat vector, on any device."""
         self.parameters.copy_(vector)
         self.others.refresh()
 
     def _cut(self, vector: Tensor) -> Iterator[Tensor]:
-        """Views of ``vector`` shaped, and strided, as the parameters."""
+        """Yield views of ``vector`` with the parameters' shapes and strides."""
         pieces = vector.split([parameter.numel() for parameter in self._parameters])
         for parameter, piece in zip(self._parameters, pieces, strict=True):
             yield piece.as_strided(parameter.shape, parameter.stride(), piece.storage_offset())
 
     def keep_buffers(self) -> None:
-        """Remember the module's buffers of real numbers, such as batch norm's statistics."""
+        """Save the module's floating-point buffers, such as batch norm's statistics."""
         if self._buffers is None:
             assert self.module is not None
             self._buffers = [b for b in self.module.buffers() if b.is_floating_point()]
-            # What a device has made of a step is known when the next one has begun.
+            # The result of a step on a device is known only after the next step has started.
             for _ in range(2 if is_accelerator(self.parameters.device) else 1):
                 self._kept.append([b.clone() for b in self._buffers])
         self._kept.rotate(-1)
@@ -212,9 +212,9 @@ class Replica(_Flat):
             torch._foreach_copy_(self._kept[-1], self._buffers)
 
     def restore_buffers(self, steps: int = 0) -> None:
-        """Make them what they were at the last call of :meth:`keep_buffers`.
+        """Restore the buffers of the last call of :meth:`keep_buffers`.
 
-        With ``steps``, at the call so many before; what has been kept since is dropped.
+        With ``steps``, of the call ``steps`` calls earlier; what was saved since is discarded.
         """
         if not self._buffers:
             return
@@ -223,20 +223,20 @@ class Replica(_Flat):
         torch._foreach_copy_(self._buffers, self._kept[-1 - steps])
 
     def bind_gradients(self, vector: Tensor) -> None:
-        """Let the next gradient go into ``vector``: see :meth:`BoundGradients.bind`."""
+        """Direct the next gradient into ``vector`` and refresh parameters of other dtypes."""
         if self.others:
             self.others.refresh()
         self.gradients.bind(vector, self._cut)
 
     def end_backward(self, is_skipped: bool = False) -> None:
-        """Backward is over, or there was none: see :meth:`BoundGradients.end_backward`."""
+        """End backward (or a step without it): complete and check the gradients."""
         self.gradients.end_backward(is_skipped)
 
     def watch(self, layout: Layout, at_once: bool = True) -> BucketWatch:
         """Return a watch that reports buckets during backward, in order, as they are completed.
 
-        ``at_once``: they are used then; :meth:`end_backward` refuses gradients that are changed
-        later.
+        ``at_once``: buckets are used immediately, so :meth:`end_backward` refuses gradients that
+        are changed later.
         """
         if at_once:
             self.gradients.notice_changes()
@@ -244,25 +244,25 @@ class Replica(_Flat):
 
     @property
     def unused(self) -> Set[int]:
-        """Numbers, in flat order, of the parameters that the present gradient does not reach."""
+        """Numbers, in flat order, of the parameters that the current gradient does not reach."""
         return self.gradients.unused
 
     def use_none(self) -> None:
-        """Let the present gradient reach no parameter: there is no batch."""
+        """Mark all parameters as unused by the current gradient, for a step without a batch."""
         self.gradients.unused = set(range(len(self._parameters)))
 
     def buffers(self) -> list[Tensor]:
-        """What the flat vector leaves out: frozen parameters and the module's buffers."""
+        """Return the state outside the flat vector: frozen parameters and the module's buffers."""
         assert self.module is not None
         frozen = [p.detach() for p in self.module.parameters() if not p.requires_grad]
         return frozen + list(self.module.buffers())
 
 
 class PhantomReplica(_Flat):
-    """Only the sizes of a model, for computing that is timed and not done.
+    """Only the sizes of a model, for simulated computation.
 
-    Its vectors are ``meta`` tensors, which store nothing; what the wire needs of real memory
-    belongs to :class:`~aladdin_mpi.codec.base.DenseWire`. Without ``sizes`` it is one matrix.
+    Its vectors are ``meta`` tensors, which store nothing; the wire's memory belongs to
+    :class:`~aladdin_mpi.codec.base.DenseWire`. Without ``sizes`` it is one matrix.
     """
 
     module = None
@@ -274,11 +274,11 @@ class PhantomReplica(_Flat):
     unused: Set[int] = frozenset()
 
     def new_vector(self) -> Tensor:
-        """Return the same vector again: there is nothing in it."""
+        """Return the same vector again, as it has no contents."""
         return self.parameters
 
     def keep_buffers(self, *_: object) -> None:
-        """Do nothing: there are no values."""
+        """Do nothing: no values exist."""
 
     restore_buffers = bind_gradients = use_none = keep_buffers
 
@@ -288,7 +288,7 @@ class PhantomReplica(_Flat):
 
 
 Projection = Callable[[str, "Tensor"], None]
-"""Called with a parameter's name and its values, which it changes in place."""
+"""Function of a parameter's name and its values, which it changes in place."""
 
 
 class _Place(NamedTuple):
@@ -301,11 +301,11 @@ class _Place(NamedTuple):
 
 
 class Projections:
-    """Applies a run's projections to flat vectors; does nothing if there are none.
+    """A run's projections, applied to flat vectors; a no-op without any.
 
     Args:
-        functions: applied one after another.
-        module: whose trainable parameters make up the flat vector.
+        functions: applied in this order.
+        module: module whose trainable parameters form the flat vector.
     """
 
     def __init__(self, functions: Sequence[Projection], module: nn.Module) -> None:
@@ -321,12 +321,12 @@ class Projections:
         return bool(self._functions)
 
     def apply(self, vector: Tensor) -> None:
-        """Apply them to a whole flat vector, in place."""
+        """Apply the projections to a whole flat vector, in place."""
         for place in self._places:
             self._call(place, vector[place.part])
 
     def apply_to_bucket(self, bucket: Bucket, values: Tensor) -> None:
-        """Apply them to the parameters of a bucket, which has whole ones."""
+        """Apply the projections to the parameters of a bucket, which are whole."""
         if bucket not in self._in_bucket:
             self._in_bucket[bucket] = [
                 place for place in self._places if bucket.start <= place.part.start < bucket.stop
@@ -335,7 +335,7 @@ class Projections:
             self._call(place, values[place.part.start - bucket.start :])
 
     def _call(self, place: _Place, values: Tensor) -> None:
-        """Apply them to the parameter that ``values`` begins with."""
+        """Apply the projections to the parameter at the start of ``values``."""
         values = values.as_strided(place.shape, place.stride, values.storage_offset())
         with torch.no_grad():
             for function in self._functions:

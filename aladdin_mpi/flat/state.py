@@ -1,13 +1,13 @@
-"""What a checkpoint holds of an object, and what of it continues with another number of ranks.
+"""Declaration of state for checkpoints, and merging it for another number of ranks.
 
-A component declares both in one table, ``SAVED``: its attributes, and for each a :class:`Rule`.
+A component declares both in one table, ``SAVED``: its attributes, each with a :class:`Rule`.
 When a run is resumed with another number of ranks, rank 0 merges the workers' states one after
-another into a :class:`MergedState`, which knows the keys of none of them. Each component of the
-new ranks then takes its part of it.
+another into a :class:`MergedState`, without knowing their keys. Each component of the new
+ranks then takes its part.
 
-All workers begin from the global model. Of what each had of its own (momentum, what compression
-or rounding has held back) every new one gets the mean: as gradients are divided by the number
-of workers, all of it together moves the global model as far as before.
+All workers start from the global model. Of state that differs between workers (momentum,
+residuals of compression or rounding) every new worker gets the mean: as gradients are divided
+by the number of workers, the total moves the global model as far as before.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from aladdin_mpi.errors import UserError
 # -- the merged state -------------------------------------------------------------------
 @dataclass
 class MergedState:
-    """The ranks that wrote a checkpoint, merged.
+    """Merged state of the ranks that wrote a checkpoint.
 
     Attributes:
         model: the global model, flat.
-        worker: the workers' states less their models, merged.
-        server: the servers' states, as the algorithm's servers have merged them.
-        counts: the numbers in each worker's state by their paths, such as ``worker.samples``;
-            None: it had failed.
-        number: of the workers, where that of the counts is another.
-        granted: samples granted to each worker with this number of workers; none: unknown.
-        keeps_sums: gradients that servers had summed and not applied are still to be applied.
+        worker: merged states of the workers, without their models.
+        server: states of the servers, merged by the algorithm's servers.
+        counts: numbers in each worker's state by their paths, such as ``worker.samples``;
+            None for a worker that had failed.
+        number: number of workers, if it differs from the length of ``counts``.
+        granted: samples granted to each worker with this number of workers; empty: unknown.
+        keeps_sums: gradients that servers had summed but not applied are still to be applied.
     """
 
     model: Tensor
@@ -51,7 +51,7 @@ class MergedState:
 
     @property
     def workers(self) -> int:
-        """Their number."""
+        """Number of workers."""
         return len(self.counts) if self.number is None else self.number
 
     @property
@@ -60,11 +60,11 @@ class MergedState:
         return sum(each is not None for each in self.counts)
 
     def total(self, name: str) -> float:
-        """The sum of a number over all workers."""
+        """Return the sum of a number over all workers."""
         return self.carried(name, 0, 1)
 
     def carried(self, name: str, worker: int, workers: int) -> float:
-        """The number from which a new worker counts on, so that the sum over all stays the same."""
+        """Return a new worker's initial count, such that the sum over all workers is unchanged."""
         return sum(each.get(name, 0) for each in self.counts[worker::workers] if each is not None)
 
 
@@ -73,9 +73,9 @@ class MergedPart:
     """A component's part of the merged state, for one of the new workers.
 
     Attributes:
-        worker: counts the new ``workers`` from 0.
-        held_back: the factor for what compression has held back, see :data:`HELD_BACK`.
-        path: the keys under which the component is found.
+        worker: index of the worker among the new ``workers``.
+        held_back: factor for residuals of compression, see :data:`HELD_BACK`.
+        path: keys of the component.
     """
 
     merged: MergedState
@@ -97,31 +97,31 @@ class MergedPart:
 
     @property
     def carried(self) -> int:
-        """See :meth:`MergedState.carried`."""
+        """The initial count of the new worker, see :meth:`MergedState.carried`."""
         return int(self.merged.carried(".".join(self.path), self.worker, self.workers))
 
 
 # -- rules ------------------------------------------------------------------------------
 Put = Callable[[Any, Any, int, str], Any]
-"""Merges the value of one more rank, ``put(merged, new, count, name)``, in place if it can.
+"""Function that merges one more rank's value, ``put(merged, new, count, name)``.
 
-``merged`` is of the ``count - 1`` ranks before; None: they have none.
+``merged`` covers the ``count - 1`` ranks before; None if they have no value. In place if possible.
 """
 Take = Callable[[object, str, MergedPart], None]
-"""Sets an attribute at a new rank: ``take(owner, attribute, part)``."""
+"""Function that sets an attribute on a new rank: ``take(owner, attribute, part)``."""
 
 
 class Rule(NamedTuple):
-    """How a value continues when the run is resumed with another number of ranks."""
+    """How a value is carried over when the run is resumed with another number of ranks."""
 
     put: Put
     take: Take
 
 
 def by_leaf(leaf: Put) -> Put:
-    """Merge dicts and lists of values by merging each value with ``leaf``.
+    """Return a function that merges dicts and lists by merging each value with ``leaf``.
 
-    A worker that has made no step yet has fewer parts in a list; the longer list is taken.
+    If lists differ in length, as with a worker that has made no step yet, the longer is taken.
     """
 
     def put(merged: Any, new: Any, count: int, name: str = "") -> Any:
@@ -138,27 +138,27 @@ def by_leaf(leaf: Put) -> Put:
 
 
 def first(merged: Any, new: Any, count: int, name: str = "") -> Any:
-    """The first rank's value."""
+    """Return the first rank's value."""
     return new if merged is None else merged
 
 
 def smallest(merged: Any, new: Any, count: int, name: str = "") -> Any:
-    """The smallest value of any rank."""
+    """Return the smallest value of any rank."""
     return new if merged is None else min(merged, new)
 
 
 def largest(merged: Any, new: Any, count: int, name: str = "") -> Any:
-    """The largest value of any rank, for a tensor element by element."""
+    """Return the largest value of any rank, for a tensor element by element."""
     if merged is None or new is None:
         return first(merged, new, count)
     return torch.maximum(merged, new) if isinstance(new, Tensor) else max(merged, new)
 
 
 def equal(merged: Tensor | None, new: Tensor | None, count: int, name: str = "") -> Tensor:
-    """The value of all ranks.
+    """Return the value of all ranks.
 
     Raises:
-        UserError: they differ.
+        UserError: the values differ.
     """
     if merged is None or new is None or not torch.equal(merged, new):
         dtype = first(merged, new, count).dtype
@@ -170,16 +170,16 @@ def equal(merged: Tensor | None, new: Tensor | None, count: int, name: str = "")
 
 
 def mean_of_leaves(merged: Any, new: Any, count: int, name: str = "") -> Any:
-    """The mean of floating-point tensors; other tensors must be equal; else the first value."""
+    """Return the mean of floating-point tensors; other tensors must be equal; else the first."""
     if not (isinstance(merged, Tensor) or isinstance(new, Tensor)):
         return first(merged, new, count)
     if not first(merged, new, count).is_floating_point():
         return equal(merged, new, count, name)
-    if merged is None:  # None stands for zeros
+    if merged is None:  # counts as zeros
         return new.div_(count)
     if new is None:
         return merged.mul_(1 - 1 / count)
-    return merged.add_(new.sub_(merged), alpha=1 / count)  # exact if all are the same
+    return merged.add_(new.sub_(merged), alpha=1 / count)  # exact if all are equal
 
 
 mean = by_leaf(mean_of_leaves)
@@ -205,8 +205,8 @@ def _hold_back(owner: object, attribute: str, part: MergedPart) -> None:
     codec.scale_held_back(part.held_back)
 
 
-ANEW = Rule(mean, _by_component)
-"""Each new rank begins anew, except for components, which have rules of their own."""
+RESTART = Rule(mean, _by_component)
+"""Each new rank starts afresh, except for components, which have their own rules."""
 FIRST = Rule(first, _assign)
 SMALLEST = Rule(smallest, _assign)
 LARGEST = Rule(largest, _assign)
@@ -214,13 +214,13 @@ MEAN = Rule(mean, _assign)
 TOTAL = Rule(first, _count_on)
 """A count, whose sum over all ranks stays the same."""
 HELD_BACK = Rule(mean, _hold_back)
-"""Of a codec: the mean of what it has held back; if gradients are not divided by the number of
-workers, times a factor, so that the sum over all workers stays the same."""
+"""For a codec: the mean of the residuals; if gradients are not divided by the number of
+workers, times a factor that keeps the sum over all workers the same."""
 
 
-# -- what a component declares ----------------------------------------------------------
+# -- declarations of components -----------------------------------------------------------
 class Field(NamedTuple):
-    """An attribute, or ``part.attribute`` for one of a part's, and its rule."""
+    """An attribute (``part.attribute`` for one of a part's) and its rule."""
 
     attribute: str
     rule: Rule
@@ -230,8 +230,8 @@ Saved = dict[str, Field]
 """Fields by their names in the checkpoint."""
 
 
-def saved(*names: str, merge: Rule = ANEW, **renamed: str) -> Saved:
-    """Declare attributes saved under their own names, and others that are renamed."""
+def saved(*names: str, merge: Rule = RESTART, **renamed: str) -> Saved:
+    """Declare attributes saved under their own names, and others under new names."""
     attributes = {name: name for name in names} | renamed
     return {key: Field(attribute, merge) for key, attribute in attributes.items()}
 
@@ -242,27 +242,27 @@ class Stateful:
     SAVED: ClassVar[Saved]
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next segment depends on."""
+        """Return the state that the next segment depends on."""
         return state_of(self, self.SAVED)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a state from :meth:`state_dict`."""
+        """Restore a state from :meth:`state_dict`."""
         load_state(self, self.SAVED, state)
 
     def take_merged(self, part: MergedPart) -> None:
-        """Take up this component's part of the state of another number of ranks."""
+        """Restore this component's part of the state merged from another number of ranks."""
         take_merged(self, self.SAVED, part)
 
 
 def state_of(owner: object, fields: Saved) -> dict[str, Any]:
-    """The attributes' values; of one that has a state of its own, that state."""
+    """Return the attributes' values, or their ``state_dict`` if they have one."""
     return {key: _state(attrgetter(each.attribute)(owner)) for key, each in fields.items()}
 
 
 def _state(value: Any) -> Any:
     if isinstance(value, random.Random):
         version, words, rest = value.getstate()
-        # Pickled one by one the 625 numbers take most of the time of a small checkpoint.
+        # Pickling the 625 numbers one by one would take most of the time of a small checkpoint.
         return version, torch.tensor(words), rest
     if isinstance(value, dict):
         return {key: _state(each) for key, each in value.items()}
@@ -270,7 +270,7 @@ def _state(value: Any) -> Any:
 
 
 def load_state(owner: object, fields: Saved, state: Mapping[str, Any]) -> None:
-    """Take up what :func:`state_of` has returned, tensors in place."""
+    """Restore the result of :func:`state_of`, tensors in place."""
     for key, each in fields.items():
         _load(owner, each.attribute, state[key])
 
@@ -283,10 +283,10 @@ def _load(owner: object, name: str, value: Any) -> None:
 
 
 def _load_in_place(present: Any, value: Any) -> bool:
-    """Load into what an attribute holds; False: it has to be replaced."""
+    """Load into the attribute's present value; return False if it has to be replaced."""
     if isinstance(present, random.Random):
         version, words, rest = value
-        if isinstance(words, Tensor):  # it was a tuple
+        if isinstance(words, Tensor):  # saved as a tensor to pickle faster
             words = tuple(words.tolist())
         present.setstate((version, words, rest))
     elif hasattr(present, "load_state_dict"):
@@ -308,7 +308,7 @@ def _load_in_place(present: Any, value: Any) -> bool:
 def merge(
     fields: Saved, merged: Mapping[str, Any] | None, new: Mapping[str, Any], count: int
 ) -> dict[str, Any]:
-    """Merge the state of one more rank into that of ``count - 1`` others, by its fields' rules.
+    """Merge one more rank's state into that of ``count - 1`` others, by the fields' rules.
 
     Raises:
         UserError: the states have no common value.
@@ -321,17 +321,17 @@ def merge(
 
 
 def take_merged(owner: object, fields: Saved, part: MergedPart) -> None:
-    """Take up the parts of all fields, by their rules."""
+    """Restore all fields from their parts, by their rules."""
     for key, each in fields.items():
         each.rule.take(owner, each.attribute, part[key])
 
 
 def numbers(state: Mapping[Any, Any], prefix: str = "") -> dict[str, float]:
-    """The numbers in a state and the dicts in it, by their paths."""
-    found: dict[str, float] = {}
+    """Return the numbers in a state and in nested dicts, by their paths."""
+    paths: dict[str, float] = {}
     for key, value in state.items():
         if isinstance(value, dict):
-            found |= numbers(value, f"{prefix}{key}.")
+            paths |= numbers(value, f"{prefix}{key}.")
         elif isinstance(value, int | float):
-            found[f"{prefix}{key}"] = value
-    return found
+            paths[f"{prefix}{key}"] = value
+    return paths

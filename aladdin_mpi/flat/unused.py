@@ -1,11 +1,11 @@
 """Parameters that a step's gradient does not reach, marked in the gradient itself.
 
-torch's optimizers skip a parameter whose ``.grad`` is None: neither weight decay nor momentum acts
-on it. A flat gradient has no place for None. So the gradient of such a parameter is zero with the
-sign set, -0.0, at the first value of each bucket's part of it, and every other gradient has +0.0
-there if it is zero. In IEEE 754 -0.0 + -0.0 is -0.0, and any other sum is not: a sum over workers
-is marked exactly if no worker used the parameter. The mark costs no bytes on the wire, and every
-library that sums preserves it.
+torch's optimizers skip a parameter whose ``.grad`` is None: neither weight decay nor momentum
+applies to it. A flat gradient cannot store None. Instead, the gradient of such a parameter is
+zero with the sign set, -0.0, at the first value of its part of each bucket, and every other
+gradient has +0.0 there if it is zero. In IEEE 754 -0.0 + -0.0 is -0.0, and any other sum is not:
+a sum over workers is marked exactly if no worker used the parameter. The mark costs no bytes on
+the wire, and every all-reduce library preserves it.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ Unused = Sequence[slice]
 
 
 class _Segments(NamedTuple):
-    """A bucket's parts of parameters, in order: parameter numbers and parts of the bucket."""
+    """A bucket's segments of parameters, in order: parameter numbers and parts of the bucket."""
 
     numbers: list[int]
     parts: list[slice]
 
     def among(self, numbers: Collection[int]) -> list[int]:
-        """Places of the segments that belong to these parameters."""
+        """Return the indices of the segments that belong to these parameters."""
         return [place for place, number in enumerate(self.numbers) if number in numbers]
 
 
 class UnusedMarks:
-    """Writes and reads the marks of a flat gradient, bucket by bucket.
+    """Marks of unused parameters in a flat gradient, written and read bucket by bucket.
 
-    Parameters are known by their numbers in flat order; ``sizes`` are their numbers of values.
+    Parameters are identified by their numbers in flat order; ``sizes`` has their lengths.
     """
 
     def __init__(self, sizes: Sequence[int], layout: Layout) -> None:
@@ -58,10 +58,10 @@ class UnusedMarks:
     def read(
         self, bucket: Bucket, values: Tensor, among: Collection[int] | None = None
     ) -> list[slice]:
-        """Return the parts of a bucket's gradient, or of a sum, that are marked.
+        """Return the marked parts of a bucket's gradient, or of a sum.
 
-        Waits for the device that computes it, if there is one and anything has to be read. Only
-        the parameters ``among`` may be unused; None: all.
+        Waits for the device that computes it, if anything has to be read. Only the parameters
+        ``among`` may be unused; None: all.
         """
         if values.is_meta or (among is not None and not among):
             return []
@@ -83,12 +83,12 @@ class UnusedMarks:
 
     def _segments_of(self, bucket: Bucket) -> _Segments:
         if bucket.index not in self._segments:
-            made = self._segments[bucket.index] = _Segments([], [])
+            segments = self._segments[bucket.index] = _Segments([], [])
             for number, (start, stop) in enumerate(pairwise(self._edges)):
                 first, last = max(start, bucket.start), min(stop, bucket.stop)
                 if first < last:
-                    made.numbers.append(number)
-                    made.parts.append(slice(first - bucket.start, last - bucket.start))
+                    segments.numbers.append(number)
+                    segments.parts.append(slice(first - bucket.start, last - bucket.start))
         return self._segments[bucket.index]
 
     def _heads_of(self, bucket: Bucket, like: Tensor) -> Tensor:
@@ -110,17 +110,17 @@ def used_parts(length: int, unused: Unused) -> Iterator[slice]:
 
 
 def shifted(unused: Unused, by: int) -> list[slice]:
-    """Return the parts relative to a vector in which the present one starts at ``by``."""
+    """Return the parts relative to a vector in which the current one starts at ``by``."""
     return [slice(each.start + by, each.stop + by) for each in unused]
 
 
 def joined(unused: Unused) -> list[slice]:
-    """Return the parts with neighbours as one: a parameter may lie in several buckets."""
-    found: list[slice] = []
+    """Return the parts with adjacent ones merged, as a parameter may span several buckets."""
+    merged: list[slice] = []
     for each in unused:
-        start = found.pop().start if found and found[-1].stop == each.start else each.start
-        found.append(slice(start, each.stop))
-    return found
+        start = merged.pop().start if merged and merged[-1].stop == each.start else each.start
+        merged.append(slice(start, each.stop))
+    return merged
 
 
 def within(part: slice, unused: Unused) -> list[slice]:

@@ -1,4 +1,4 @@
-"""Operations on flat vectors, which also run on phantoms without memory."""
+"""Operations on flat vectors, which also accept vectors without memory (``meta``)."""
 
 from __future__ import annotations
 
@@ -13,70 +13,70 @@ from torch import Tensor, nn
 from aladdin_mpi.errors import UserError
 
 BLOCK = 1 << 17
-"""Values of a block, of which two fit into the cache of a core (512 KB each in fp32)."""
+"""Number of values of a block; two blocks fit into a core's cache (512 KB each in fp32)."""
 
 
 @cache
 def sizes(length: int, dtype: torch.dtype) -> Tensor:
-    """A vector of sizes alone, for all who need one: there is nothing in it to be changed."""
+    """Return a ``meta`` vector, which has a size but no values; cached, as it cannot be changed."""
     return torch.empty(length, dtype=dtype, device="meta")
 
 
 def cut(x: Tensor, start: int, stop: int) -> Tensor:
-    """``x[start:stop]``, in a third of the time where there are no values."""
+    """Return ``x[start:stop]``; for ``meta`` tensors in a third of the time of slicing."""
     return sizes(stop - start, x.dtype) if x.is_meta else x[start:stop]
 
 
 def add(x: Tensor, y: Tensor, alpha: float = 1.0) -> None:
-    """``x <- x + alpha y``, in place."""
+    """Compute ``x <- x + alpha y``, in place."""
     if not x.is_meta:
         x.add_(y, alpha=alpha)
 
 
 def copy(x: Tensor, y: Tensor) -> None:
-    """``x <- y``."""
+    """Compute ``x <- y``, in place."""
     if not x.is_meta:
         x.copy_(y)
 
 
 def scale(x: Tensor, factor: float) -> None:
-    """``x <- factor x``, in place."""
+    """Compute ``x <- factor x``, in place."""
     if not x.is_meta:
         x.mul_(factor)
 
 
 def clear(x: Tensor) -> None:
-    """``x <- 0``, whatever it held."""
+    """Compute ``x <- 0``, in place."""
     if not x.is_meta:
         x.zero_()
 
 
 def clip_norm(x: Tensor, largest: float) -> None:
-    """Scale ``x`` down to an L2 norm of ``largest`` if it has more, in place.
+    """Scale ``x`` to an L2 norm of at most ``largest``, in place.
 
-    As torch.nn.utils.clip_grad_norm_ does, without waiting for a device.
+    Like torch.nn.utils.clip_grad_norm_, but without waiting for a device.
     """
     if not x.is_meta:
         x.mul_((largest / (torch.linalg.vector_norm(x) + 1e-6)).clamp_(max=1.0))
 
 
 def lerp(x: Tensor, y: Tensor, weight: float) -> None:
-    """``x <- (1 - weight) x + weight y``, in place; ``y`` may be of another dtype or device."""
+    """Compute ``x <- (1 - weight) x + weight y``, in place; dtypes and devices may differ."""
     if not x.is_meta:
         x.lerp_(y.to(x.device, x.dtype), weight)
 
 
 def host_vector(like: Tensor) -> Tensor:
-    """A zeroed vector like ``like``, in the host's memory where it has any."""
+    """Return a zeroed vector like ``like``, in host memory unless it is ``meta``."""
     if like.is_meta:
         return sizes(like.numel(), like.dtype)
     return torch.zeros_like(like, device="cpu")
 
 
 def blocks(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Vectors of one length, part by part: several passes over a part read memory once.
+    """Yield vectors of one length in parts, so that several passes read memory only once.
 
-    On other devices than CPUs they come as wholes.
+    On devices other than CPUs each vector is one part.
     """
     if vectors[0].device.type != "cpu":
         return iter([vectors])
@@ -84,31 +84,31 @@ def blocks(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def is_finite(x: Tensor) -> bool:
-    """Whether all of ``x``, and its sum, are finite; costs one reading of it.
+    """Return whether all of ``x``, and its sum, are finite; reads ``x`` once.
 
-    Sums in fp32 at least. The sum is infinite too for finite values that no training has.
-    ``meta`` tensors count as finite.
+    Sums in fp32 at least. The sum may be infinite for finite values, but only for values beyond
+    those of any training. ``meta`` tensors count as finite.
     """
     if x.is_meta or _squares(x):
         return True
-    # The squares of values above 1e16 may be infinite where their sum is not.
+    # The squares of values above 1e16 may be infinite although their sum is not.
     return isfinite(total(x).item())
 
 
 def total(x: Tensor) -> Tensor:
-    """The sum of ``x``, in fp32 at least."""
+    """Return the sum of ``x``, in fp32 at least."""
     return x.sum(dtype=full(x.dtype))
 
 
 def full(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that values of ``dtype`` are added and sent in: float32 or float64."""
+    """Return the dtype in which values of ``dtype`` are added and sent: float32 or float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _squares(x: Tensor) -> bool:
-    """Whether the sum of the squares is finite: no value is infinite then, and none is NaN.
+    """Return whether the sum of squares is finite, which excludes infinite values and NaN.
 
-    A product of BLAS, which is as fast as the memory.
+    Uses a dot product of BLAS, which is as fast as the memory.
     """
     if x.dtype != torch.float32 or x.device.type != "cpu" or not x.is_contiguous():
         return False
@@ -117,27 +117,27 @@ def _squares(x: Tensor) -> bool:
 
 
 def add_if_finite(x: Tensor, y: Tensor) -> bool:
-    """``x <- x + y`` in place; whether the result :func:`is_finite`.
+    """Compute ``x <- x + y`` in place; return whether the result :func:`is_finite`.
 
-    The result is looked at part by part while the cache holds it, so that memory is read
-    once. If it is not finite, ``x`` is of no use any more; ``y`` is left as it is.
+    Each part is checked while it is cached, so that memory is read once. If the result is not
+    finite, ``x`` is unusable; ``y`` is unchanged.
     """
-    sound = True
+    finite = True
     for part, other in blocks(x, y):
         part.add_(other)
-        sound = sound and _squares(part)
-    return sound or is_finite(x)
+        finite = finite and _squares(part)
+    return finite or is_finite(x)
 
 
 def check_module(module: nn.Module, needs_values: bool) -> None:
-    """Look at a module before it is moved to its device.
+    """Check a module before it is moved to its device.
 
     Args:
-        module: the user's.
-        needs_values: otherwise sizes are enough, as with timed computing.
+        module: the user's module.
+        needs_values: whether sizes alone are insufficient, as they are for simulations.
 
     Raises:
-        UserError: names the first parameter or buffer that is not ready to be trained.
+        UserError: names the first parameter or buffer that cannot be trained.
     """
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
         if torch.nn.parameter.is_lazy(tensor):
@@ -161,7 +161,7 @@ def check_module(module: nn.Module, needs_values: bool) -> None:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its values lie side by side, in whatever order of the dimensions, each once."""
+    """Return whether the values are contiguous, in any order of dimensions, each stored once."""
     if tensor.layout != torch.strided:
         return False
     expected = 1

@@ -37,7 +37,7 @@ from aladdin_mpi.process.files import check_own_folder, remove_tree, write_whole
 from aladdin_mpi.session.context import Context, collect_model
 from aladdin_mpi.session.coordinator import Coordinator, RunHook, SegmentEnd
 from aladdin_mpi.session.plan import Origin, Plan
-from aladdin_mpi.session.resizing import StateAssembly, share, taken, tell
+from aladdin_mpi.session.resizing import StateAssembly, report_resize, share, taken
 from aladdin_mpi.session.session import Session
 from aladdin_mpi.transport.base import Transport
 
@@ -413,7 +413,7 @@ class Checkpoints(RunHook):
         session.resize(state, merged, now)
         all_or_none(transport, lambda: self._restore_local(session, origin))
         if first and not context.options.quiet:
-            tell(context.algorithm, origin, now, lr)
+            report_resize(context.algorithm, origin, now, lr)
 
     def _restore_local(self, session: Session, origin: Origin) -> None:
         """Restore what the former worker of this number had; a new one has buffers alone."""

@@ -34,13 +34,13 @@ class Standby(RunHook):
         self._came_at = 0.0
         if not transport.survives:
             return
-        transport.exclude_from_traffic(Tag.DEPUTY)
+        transport.exclude_from_traffic(Tag.STANDBY)
         if transport.rank != COORDINATOR:
             self._listen()
 
     def _listen(self) -> None:
         buffer = torch.empty(MOST_BYTES, dtype=torch.uint8)
-        request = self._transport.irecv(buffer, COORDINATOR, Tag.DEPUTY)
+        request = self._transport.irecv(buffer, COORDINATOR, Tag.STANDBY)
         self._transport.when_done(request, lambda: self._take(request))
 
     def _take(self, request: Request) -> None:
@@ -89,7 +89,7 @@ class Standby(RunHook):
         self._reports, self._sent_at = 0, self._transport.now()
         data = packed(run.knowledge())
         if len(data) <= MOST_BYTES:  # not so with thousands of refusals of many kinds
-            self._transport.isend(data, standby, Tag.DEPUTY)
+            self._transport.isend(data, standby, Tag.STANDBY)
 
 
 def standby_coordinator(living: Sequence[int], hosts: Sequence[int]) -> int | None:

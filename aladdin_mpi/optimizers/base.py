@@ -1,4 +1,4 @@
-"""What algorithms ask of an optimizer: steps of parts of a flat vector."""
+"""Interface of optimizers: steps of parts of a flat vector."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from aladdin_mpi.flat.unused import Unused
 
 
 class Optimizer(ABC):
-    """Turns gradients into steps, part by part, each part with a state of its own.
+    """Conversion of gradients into steps, part by part; each part has its own state.
 
-    A step is ``x <- x - lr d``. With momentum SGD ``lr`` is the learning rate; an optimizer with
-    rates of its own has them in the direction ``d``, and ``lr`` is the factor of the schedule.
+    A step is ``x <- x - lr d``. With momentum SGD ``lr`` is the learning rate; in an optimizer with
+    its own rates the direction ``d`` includes them, and ``lr`` is the factor of the schedule.
 
     The vector is always cut in the same way. The ``unused`` parts of a part, relative to its start,
-    have no gradient. As in torch, where ``.grad`` is None, they are not stepped: their values and
-    their state stay as they are.
+    have no gradient. They are not stepped, as torch skips a parameter whose ``.grad`` is None:
+    their values and their state do not change.
 
     Attributes:
-        momentum: share of a step's direction that goes on in the next one's, in [0, 1).
+        momentum: share of a step's direction that is kept in the next one's, in [0, 1).
         takes_parts: a part may be cut anywhere; otherwise it has to be the whole vector.
-        name: as a user knows it.
+        name: the name in messages.
     """
 
     name: str = "sgd"
@@ -43,14 +43,14 @@ class Optimizer(ABC):
         raw: Tensor | None = None,
         unused: Unused = (),
     ) -> None:
-        """Turn ``gradient`` into the direction of a step, in place; ``x`` stays as it is.
+        """Turn ``gradient`` into the direction of a step, in place, without changing ``x``.
 
         Args:
-            part: of the flat vector.
-            gradient: of that part.
-            x: the parameters of that part.
-            raw: takes the direction less its momentum, of that part.
-            unused: see :class:`Optimizer`; there the direction is zero.
+            part: the part of the flat vector.
+            gradient: its gradient.
+            x: its parameters.
+            raw: receives the direction without momentum.
+            unused: see :class:`Optimizer`; the direction is zero there.
         """
 
     @abstractmethod
@@ -63,92 +63,92 @@ class Optimizer(ABC):
         factor: float = 1.0,
         unused: Unused = (),
     ) -> None:
-        """One step of ``x`` for ``factor * gradient``, which may be overwritten.
+        """Step ``x`` by ``factor * gradient``, which may be overwritten.
 
-        As :meth:`correct` and an addition, in fewer passes over memory.
+        Equivalent to :meth:`correct` and an addition, in fewer memory passes.
         """
 
     @abstractmethod
     def correct_and_descend(
         self, part: slice, gradient: Tensor, x: Tensor, lr: float, unused: Unused = ()
     ) -> None:
-        """The same, and ``gradient`` becomes the direction of the step."""
+        """Step ``x`` as :meth:`descend`, and turn ``gradient`` into the direction."""
 
     @abstractmethod
     def step(self, x: Tensor, gradient: Tensor, lr: float, unused: Unused = ()) -> None:
-        """One step of the whole vector; ``gradient`` is left as it is."""
+        """Step the whole vector without changing ``gradient``."""
 
     def settings(self) -> tuple[float, ...]:
-        """Numbers that may change during the run and have to travel to whoever makes the steps."""
+        """Return numbers that may change during the run and are sent to the rank that steps."""
         return ()
 
     def adopt(self, settings: tuple[float, ...]) -> None:
-        """Take those of :meth:`settings`, of another rank; nothing if there are none."""
+        """Adopt another rank's :meth:`settings`, if any."""
         return
 
     @property
     def rate(self) -> float:
-        """The learning rate that is in a direction already; that of the first group."""
+        """Learning rate that the direction includes already; that of the first group."""
         return 1.0
 
     def advance(self, steps: int) -> None:
-        """All workers together have come to so many steps: the schedule follows."""
+        """Advance the schedule to ``steps`` steps of all workers together."""
         return
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """All state, for a checkpoint."""
+        """Return all state, for a checkpoint."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state from :meth:`state_dict`."""
+        """Restore a state from :meth:`state_dict`."""
 
     def inherit(self, state: dict[str, Any], parts: Sequence[slice] = ()) -> None:
-        """Take up a state of the whole vector, which was cut otherwise.
+        """Restore a state of the whole vector, which was cut differently.
 
-        Steps will be made of ``parts``; none: of all.
+        Steps will be made for ``parts``; empty: for all.
 
         Raises:
-            UserError: it cannot be cut in another way.
+            UserError: the state cannot be cut differently.
         """
         self.load_state_dict(state)
 
-    # -- servers, each of which has the state of its own parts -------------------------------
+    # -- servers, each with the state of its parts --------------------------------------------
     @abstractmethod
     def joined(
         self, states: Sequence[dict[str, Any] | None], parts: Sequence[Sequence[slice]]
     ) -> dict[str, Any] | None:
-        """The states of several servers as one of the whole vector; None if there are none.
+        """Return the states of several servers as one of the whole vector; None without any.
 
         Args:
-            states: of each server; None: it is lost.
-            parts: of each server.
+            states: state of each server; None for a lost server.
+            parts: parts of each server.
         """
 
     @abstractmethod
     def state_of(self, part: slice) -> dict[str, Any]:
-        """A copy of the state of one part."""
+        """Return a copy of the state of one part."""
 
     @abstractmethod
     def put_part(
         self, whole: dict[str, Any] | None, state: dict[str, Any], part: slice, like: Tensor
     ) -> dict[str, Any] | None:
-        """Put the state of one part into that of the whole vector.
+        """Merge the state of one part into that of the whole vector, and return the result.
 
         Args:
-            whole: see :meth:`joined`.
-            state: see :meth:`state_of`.
-            part: of the vector.
+            whole: state as returned by :meth:`joined`.
+            state: state as returned by :meth:`state_of`.
+            part: part of the vector.
             like: the vector.
         """
 
     def close(self) -> None:
-        """The run has ended."""
+        """Close after the end of the run. Does nothing by default."""
         return
 
 
 def _merge_leaves(merged: Any, new: Any, count: int, name: str = "") -> Any:
-    """The mean, but for the number of steps of a torch optimizer, which has to be whole."""
+    """Return the mean, but the largest for a torch optimizer's step count, which is an integer."""
     if name == "step" and (isinstance(merged, Tensor) or isinstance(new, Tensor)):
         return largest(merged, new, count)
     return mean_of_leaves(merged, new, count, name)
@@ -159,22 +159,22 @@ def _inherit(owner: object, attribute: str, part: MergedPart) -> None:
 
 
 INHERITED = Rule(by_leaf(_merge_leaves), _inherit)
-"""Of a worker's optimizer."""
+"""Rule for the state of a worker's optimizer."""
 
 State = dict[str, Any]
 
 
 class Inherited:
-    """States of runs of values, from which those of other runs are cut."""
+    """States of ranges of values, from which the states of other ranges are cut."""
 
     def __init__(self) -> None:
         self._runs: list[tuple[int, int, State]] = []
 
     def add(self, start: int, stop: int, state: State) -> None:
-        """Take in the state of the values ``[start, stop)``.
+        """Add the state of the values ``[start, stop)``.
 
         Raises:
-            UserError: it holds what is neither one number nor a value for each of them.
+            UserError: a tensor is neither a scalar nor of one number for each value.
         """
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim() and value.shape != (stop - start,):
@@ -187,34 +187,34 @@ class Inherited:
         self._runs.append((start, stop, state))
 
     def keep(self, parts: Sequence[slice]) -> None:
-        """Only what is of these."""
+        """Keep only the states of ``parts``."""
         kept = [(part.start, part.stop, self.take(part.start, part.stop)) for part in parts]
         self._runs = [run for run in kept if run[2]]
 
     def take(self, start: int, stop: int) -> State:
-        """The state of the values ``[start, stop)``, which is given up here.
+        """Remove and return the state of the values ``[start, stop)``.
 
-        Values of which there is none have zeros; what is one number is the largest.
+        Missing values are zero; of scalars the largest is returned.
         """
         runs, self._runs = self._runs, []
-        found: list[tuple[int, int, State]] = []
+        taken: list[tuple[int, int, State]] = []
         for first, last, state in runs:
             a, b = max(first, start), min(last, stop)
             if a >= b:
                 self._runs.append((first, last, state))
                 continue
-            found.append((a, b, _part(state, a - first, b - first)))
+            taken.append((a, b, _part(state, a - first, b - first)))
             for left, right in ((first, a), (b, last)):
                 if left < right:
                     self._runs.append((left, right, _part(state, left - first, right - first)))
-        return _joined(start, stop, found)
+        return _joined(start, stop, taken)
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """What has not been taken, for a checkpoint."""
+        """Return the states that have not been taken, for a checkpoint."""
         return [{"start": a, "stop": b, "state": state} for a, b, state in self._runs]
 
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
-        """Take up a state from :meth:`state_dict`."""
+        """Restore a state from :meth:`state_dict`."""
         self._runs = [(run["start"], run["stop"], run["state"]) for run in state]
 
 
@@ -227,9 +227,9 @@ def _part(state: State, start: int, stop: int) -> State:
     }
 
 
-def _joined(start: int, stop: int, found: list[tuple[int, int, State]]) -> State:
+def _joined(start: int, stop: int, pieces: list[tuple[int, int, State]]) -> State:
     joined: State = {}
-    for a, b, state in found:
+    for a, b, state in pieces:
         for name, value in state.items():
             if not isinstance(value, torch.Tensor):
                 joined.setdefault(name, value)

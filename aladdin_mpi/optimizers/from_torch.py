@@ -1,4 +1,4 @@
-"""Any torch optimizer on parts of a flat vector, with its groups, its kernels and its scheduler."""
+"""Any torch optimizer on parts of a flat vector, with its groups, kernels and scheduler."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ from aladdin_mpi.optimizers.script_access import (
 
 STEPS = 3
 LARGEST = 5
-"""Values along a dimension of what is tried."""
+"""Largest dimension of test tensors."""
 RATE = 0.01
 TOLERANCE = 1e-4
-"""Of a step, relative: kernels for other shapes may round otherwise."""
+"""Relative tolerance of a step: kernels for other shapes may round differently."""
 
 
 def treats_values_alike(given: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer steps each value by itself, wherever a tensor is cut.
+    """Return whether an optimizer steps each value separately, wherever a tensor is cut.
 
-    It is tried with the settings and dimensions of its own groups.
+    Tested with the settings and dimensions of its groups.
 
     Raises:
-        UserError: its step() fails, as that of one that wants a closure.
+        UserError: its step() fails, for example because it requires a closure.
     """
-    # A few small shapes, each with a group, of as many dimensions as those of the parameters.
+    # A few small shapes, one for each group and number of dimensions of the parameters.
     shapes = sorted(
         {
             (number, tuple(min(size, LARGEST) for size in parameter.shape))
@@ -78,7 +78,7 @@ def treats_values_alike(given: torch.optim.Optimizer) -> bool:
         ) from error
     try:
         cut = [_steps_in_pieces(given, shape, x) for shape, x in zip(shapes, starts, strict=True)]
-    except Exception:  # as of one that takes matrices only
+    except Exception:  # for example, an optimizer that accepts only matrices
         return False
     return all(
         bool((a - b).abs().max() <= TOLERANCE * (a - start).abs().max() + 1e-12)
@@ -91,7 +91,7 @@ def _steps(
     shapes: list[tuple[int, tuple[int, ...]]],
     starts: list[Tensor],
 ) -> list[Tensor]:
-    """Where some steps lead, all tensors in one optimizer."""
+    """Return the result of some steps with all tensors in one optimizer."""
     leaves = [torch.nn.Parameter(start.clone()) for start in starts]
     groups: dict[int, dict[str, Any]] = {}
     for leaf, (number, _) in zip(leaves, shapes, strict=True):
@@ -100,7 +100,7 @@ def _steps(
     optimizer = same_kind(given, list(groups.values()))
     for step in range(STEPS):
         for leaf in leaves:
-            # A gradient of its own for every step, whichever the tensors beside it.
+            # A different gradient for every step, whatever the other tensors.
             leaf.grad = torch.sin(leaf.detach() * (step + 2)) + 0.1
         optimizer.step()
     return [leaf.detach() for leaf in leaves]
@@ -109,7 +109,7 @@ def _steps(
 def _steps_in_pieces(
     given: torch.optim.Optimizer, shape: tuple[int, tuple[int, ...]], start: Tensor
 ) -> Tensor:
-    """The same for one tensor that is cut into two rows of values."""
+    """Return the result of the same steps for one tensor, cut into two rows of values."""
     flat = start.flatten()
     pieces = [piece for piece in flat.tensor_split([max(1, len(flat) // 3)]) if piece.numel()]
     ends = [_steps(given, [(shape[0], (len(piece),))], [piece])[0] for piece in pieces]
@@ -119,18 +119,18 @@ def _steps_in_pieces(
 class TorchOptimizer(Optimizer):
     """Steps of an optimizer that a user has made for a module's parameters.
 
-    An optimizer that treats every value alike, which is tried out, gets a part as one row of values
-    for each of its groups, wherever the parameters' boundaries are; another gets the whole vector,
-    as parameters in their shapes. ``given`` itself makes no steps: its groups' hyperparameters are
-    read at every step. The direction is ``x - x'``, x' where the step leads: it holds the groups'
-    learning rates.
+    An optimizer that treats every value alike, which is tested, gets a part as one row of values
+    for each of its groups, regardless of the parameters' boundaries; any other gets the whole
+    vector, as parameters in their shapes. ``given`` itself makes no steps: its groups'
+    hyperparameters are read at every step. The direction is ``x - x'``, where x' is the result of
+    the step, and includes the groups' learning rates.
 
     Args:
-        given: for parameters of ``module``.
-        module: whose trainable parameters make up the flat vector.
+        given: optimizer for parameters of ``module``.
+        module: module whose trainable parameters form the flat vector.
         like: the flat vector.
-        scheduler: of ``given``; it goes on with every step of any worker.
-        access: the script's to ``given``.
+        scheduler: scheduler of ``given``; it advances with every step of any worker.
+        access: the script's access to ``given``.
     """
 
     def __init__(
@@ -159,13 +159,13 @@ class TorchOptimizer(Optimizer):
 
     @property
     def momentum(self) -> float:  # type: ignore[override]
-        """Of the first group."""
+        """Momentum of the first group."""
         group = hyperparameters(self.given.param_groups[0])
         return float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
 
     @property
     def rate(self) -> float:
-        """The learning rate of the first group."""
+        """Learning rate of the first group."""
         return float(self.given.param_groups[0]["lr"])
 
     # -- steps ----------------------------------------------------------------------------
@@ -177,7 +177,7 @@ class TorchOptimizer(Optimizer):
         raw: Tensor | None = None,
         unused: Unused = (),
     ) -> None:
-        """See :meth:`Optimizer.correct`; less its momentum is less so much of the last one."""
+        """Compute the direction; ``raw`` subtracts the previous one times the momentum."""
         if gradient.is_meta:
             return
         moved = self._copy(x)
@@ -204,7 +204,7 @@ class TorchOptimizer(Optimizer):
         factor: float = 1.0,
         unused: Unused = (),
     ) -> None:
-        """See :meth:`Optimizer.descend`."""
+        """Step ``x`` with the user's optimizer."""
         if gradient.is_meta:
             return
         if factor != 1.0:
@@ -217,7 +217,7 @@ class TorchOptimizer(Optimizer):
     def correct_and_descend(
         self, part: slice, gradient: Tensor, x: Tensor, lr: float, unused: Unused = ()
     ) -> None:
-        """See :meth:`Optimizer.correct_and_descend`."""
+        """Step ``x``, and compute the direction from its change."""
         if gradient.is_meta:
             return
         before = self._copy(x)
@@ -227,11 +227,11 @@ class TorchOptimizer(Optimizer):
             torch.lerp(before, x, lr, out=x)
 
     def step(self, x: Tensor, gradient: Tensor, lr: float, unused: Unused = ()) -> None:
-        """See :meth:`Optimizer.step`."""
+        """Step the whole vector."""
         self.descend(slice(0, x.numel()), gradient, x, lr, unused=unused)
 
     def _copy(self, x: Tensor) -> Tensor:
-        """Of ``x``, valid until the next call."""
+        """Return a copy of ``x``, valid until the next call."""
         if self._scratch.numel() < x.numel():
             self._scratch = torch.empty_like(x)
         return self._scratch[: x.numel()].copy_(x)
@@ -240,15 +240,15 @@ class TorchOptimizer(Optimizer):
         self._access.note_use()
         key = part.start, part.stop
         if key not in self._parts:
-            made = self._parts[key] = self._rows(part) if self.takes_parts else self._shaped(part)
-            for leaf, piece in made.leaves():
+            new = self._parts[key] = self._rows(part) if self.takes_parts else self._shaped(part)
+            for leaf, piece in new.leaves():
                 first = part.start + piece.start
                 if state := self._inherited.take(first, first + piece.numel):
-                    made.put(leaf, state)
+                    new.put(leaf, state)
         return self._parts[key]
 
     def _rows(self, part: slice) -> OptimizerPart:
-        """For each run of values in one group, one piece."""
+        """Return a part with one piece for each run of values in one group."""
         pieces: list[PartPiece] = []
         segments: list[list[Segment]] = []
         for where, group, parameter in self._owned:
@@ -268,7 +268,7 @@ class TorchOptimizer(Optimizer):
         return OptimizerPart(self.given, pieces, self._like, states)
 
     def _shaped(self, part: slice) -> OptimizerPart:
-        """The parameters; ``part`` is the whole vector."""
+        """Return a part with one piece for each parameter; ``part`` is the whole vector."""
         if (part.start, part.stop) != (0, self._like.numel()):
             raise AssertionError(f"{self.name} takes the whole vector, got {part}")
         pieces, states = [], []
@@ -280,20 +280,20 @@ class TorchOptimizer(Optimizer):
 
     # -- hyperparameters ------------------------------------------------------------------
     def settings(self) -> tuple[float, ...]:
-        """See :meth:`Optimizer.settings`."""
+        """Return the numeric hyperparameters of all groups."""
         self._access.note_use()
         return numbers(self.given, self._numeric)
 
     def adopt(self, settings: tuple[float, ...]) -> None:
-        """See :meth:`Optimizer.adopt`."""
+        """Write another rank's hyperparameters into the groups."""
         if settings:
             write_numbers(self.given, settings, self._numeric)
 
     def advance(self, steps: int) -> None:
-        """Step the scheduler up to ``steps`` times in all.
+        """Step the scheduler up to ``steps`` times in total.
 
         Raises:
-            UserError: the loop has stepped it, too.
+            UserError: the training loop has stepped it too.
         """
         if self.scheduler is None:
             return
@@ -302,7 +302,7 @@ class TorchOptimizer(Optimizer):
                 "training loop: scheduler.step() was called. Leave the call out, because "
                 "run.step() advances the scheduler that was passed to the run."
             )
-        # Otherwise the scheduler warns that the optimizer has made no step.
+        # Otherwise the scheduler warns that the optimizer has not made a step.
         self.given._opt_called = True  # type: ignore[attr-defined]
         for _ in range(self._steps, steps):
             self.scheduler.step()
@@ -311,7 +311,7 @@ class TorchOptimizer(Optimizer):
 
     # -- checkpoints ----------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """The state of every part, the groups' hyperparameters, and the scheduler's state."""
+        """Return the states of all parts, the groups' hyperparameters, and the scheduler's."""
         return {
             "parts": [
                 {"start": start, "stop": stop, "state": part.state_dict()}
@@ -325,19 +325,19 @@ class TorchOptimizer(Optimizer):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state from :meth:`state_dict`."""
-        self._take_up(state)
+        """Restore a state from :meth:`state_dict`."""
+        self._load_common(state)
         for saved in state["parts"]:
             self._part(slice(saved["start"], saved["stop"])).load_state_dict(saved["state"])
         self._inherited.load_state_dict(state.get("inherited", []))
 
     def inherit(self, state: dict[str, Any], parts: Sequence[slice] = ()) -> None:
-        """See :meth:`Optimizer.inherit`: parts get their states when they are first used."""
+        """Restore a state that was cut differently; parts get theirs at their first use."""
         if not self.takes_parts:
             self.load_state_dict(state)
             return
-        self._take_up(state)
-        for saved in state.get("inherited", []):  # older than the parts, which go over it
+        self._load_common(state)
+        for saved in state.get("inherited", []):  # older than the parts, which overwrite it
             self._inherited.add(saved["start"], saved["stop"], saved["state"])
         for saved in state["parts"]:
             cut = self._rows(slice(saved["start"], saved["stop"]))
@@ -351,7 +351,7 @@ class TorchOptimizer(Optimizer):
     def joined(
         self, states: Sequence[dict[str, Any] | None], parts: Sequence[Sequence[slice]]
     ) -> dict[str, Any] | None:
-        """See :meth:`Optimizer.joined`."""
+        """Return the concatenated parts, with the first server's hyperparameters."""
         known = [state for state in states if state is not None]
         if not known:
             return None
@@ -359,7 +359,7 @@ class TorchOptimizer(Optimizer):
         return {**known[0], **{n: [each for s in known for each in s.get(n, ())] for n in names}}
 
     def state_of(self, part: slice) -> dict[str, Any]:
-        """See :meth:`Optimizer.state_of`."""
+        """Return the state with one part only."""
         state, place = self.state_dict(), (part.start, part.stop)
         parts = [each for each in state["parts"] if (each["start"], each["stop"]) == place]
         return {**state, "parts": parts, "inherited": []}
@@ -367,7 +367,7 @@ class TorchOptimizer(Optimizer):
     def put_part(
         self, whole: dict[str, Any] | None, state: dict[str, Any], part: slice, like: Tensor
     ) -> dict[str, Any] | None:
-        """See :meth:`Optimizer.put_part`."""
+        """Append the part's state to the parts of ``whole``."""
         parts = [] if whole is None else whole["parts"]
         return {**(whole or state), "parts": [*parts, *state["parts"]]}
 
@@ -379,11 +379,11 @@ class TorchOptimizer(Optimizer):
         return next((states_of_parameters(self._owned, p) for p in self._parts.values()), None)
 
     def close(self) -> None:
-        """See :meth:`Optimizer.close`."""
+        """Close the script's access to the optimizer."""
         self._access.close()
 
-    def _take_up(self, state: dict[str, Any]) -> None:
-        """All but the states of the parts."""
+    def _load_common(self, state: dict[str, Any]) -> None:
+        """Restore everything except the states of the parts."""
         for group, saved in zip(self.given.param_groups, state["groups"], strict=True):
             group.update(saved)
         if state["previous"] is not None:
@@ -395,7 +395,7 @@ class TorchOptimizer(Optimizer):
 
 
 def _owned(given: torch.optim.Optimizer, module: nn.Module) -> list[Place]:
-    """Return where the optimizer's parameters lie in the flat vector, in its order."""
+    """Return the places of the optimizer's parameters in the flat vector, in flat order."""
     group_of = {
         parameter: number
         for number, group in enumerate(given.param_groups)

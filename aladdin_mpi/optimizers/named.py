@@ -1,4 +1,4 @@
-"""Torch's optimizers by name, with rates and decay by patterns of parameters' names."""
+"""Torch's optimizers by name, with rates and decay by patterns of parameter names."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from aladdin_mpi.errors import UserError
 
 Make = Callable[..., "torch.optim.Optimizer"]
 WANT_MORE = ("LBFGS", "SparseAdam")
-"""Of torch's: one wants a closure, the other sparse gradients."""
+"""Unsupported optimizers: one requires a closure, the other sparse gradients."""
 BETAS = {"beta1": 0, "beta2": 1}
 
 
 def known() -> dict[str, Make]:
-    """Torch's optimizers by their names in small letters."""
+    """Return torch's optimizers by their lower-case names."""
     return {
         name.lower(): each
         for name, each in vars(torch.optim).items()
@@ -33,10 +33,10 @@ def known() -> dict[str, Make]:
 
 
 def find(name: str) -> Make:
-    """The class called ``name``.
+    """Return the class called ``name``.
 
     Raises:
-        UserError: there is none.
+        UserError: no such class exists.
     """
     makers = known()
     if name not in makers:
@@ -50,13 +50,13 @@ def find(name: str) -> Make:
 
 
 def arguments(make: Make, settings: Mapping[str, float]) -> dict[str, Any]:
-    """``settings`` as ``make`` takes them: betas as a pair, switches as such.
+    """Convert ``settings`` to arguments of ``make``: betas to a pair, flags to bool.
 
     Raises:
-        UserError: it does not take one of them.
+        UserError: it does not accept one of them.
     """
     parameters = inspect.signature(make).parameters
-    found: dict[str, Any] = {}
+    converted: dict[str, Any] = {}
     for name, value in settings.items():
         target = "betas" if name in BETAS and name not in parameters else name
         if target not in parameters:
@@ -67,16 +67,16 @@ def arguments(make: Make, settings: Mapping[str, float]) -> dict[str, Any]:
             )
         default = parameters[target].default
         if target == "betas":
-            pair = list(found.get("betas", default))
+            pair = list(converted.get("betas", default))
             pair[BETAS[name]] = value
-            found["betas"] = tuple(pair)
+            converted["betas"] = tuple(pair)
         elif isinstance(default, bool) or default is None:
-            found[target] = bool(value)
+            converted[target] = bool(value)
         else:
-            # Many defaults are written as 0 and mean a number such as 0.9.
+            # Many defaults are written as 0 but accept a number such as 0.9.
             is_whole = isinstance(default, int) and float(value).is_integer()
-            found[target] = int(value) if is_whole else value
-    return found
+            converted[target] = int(value) if is_whole else value
+    return converted
 
 
 def groups(
@@ -86,14 +86,14 @@ def groups(
     lr_factors: Mapping[str, float],
     decay_factors: Mapping[str, float],
 ) -> list[dict[str, Any]]:
-    """The trainable parameters of ``module``, those of one rate and one decay together.
+    """Group the trainable parameters of ``module`` by learning rate and weight decay.
 
     Args:
-        module: its parameters' names are as in ``module.named_parameters()``.
-        lr: the rate before factors.
-        weight_decay: the decay before factors; None: the optimizer's own, for all.
-        lr_factors: by pattern, as for files (``head.*``); those that match are multiplied.
-        decay_factors: the same.
+        module: its parameters are named as by ``module.named_parameters()``.
+        lr: learning rate before factors.
+        weight_decay: weight decay before factors; None: the optimizer's default, for all.
+        lr_factors: factors by shell-style pattern (``head.*``); all that match are multiplied.
+        decay_factors: the same for weight decay.
 
     Raises:
         UserError: no parameter matches a pattern.
@@ -106,15 +106,15 @@ def groups(
                     f"{option}: expected patterns of parameters' names, got {pattern!r}, which "
                     f"matches none of {len(named)}, such as {named[0][0]!r}; correct the pattern"
                 )
-    found: dict[tuple[float, float], list[nn.Parameter]] = {}
+    by_factors: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in named:
         rate, decay = (
             prod((f for pattern, f in factors.items() if fnmatchcase(name, pattern)), start=1.0)
             for factors in (lr_factors, decay_factors)
         )
-        found.setdefault((rate, decay), []).append(parameter)
+        by_factors.setdefault((rate, decay), []).append(parameter)
     return [
         {"params": parameters, "lr": lr * rate}
         | ({} if weight_decay is None else {"weight_decay": weight_decay * decay})
-        for (rate, decay), parameters in found.items()
+        for (rate, decay), parameters in by_factors.items()
     ]

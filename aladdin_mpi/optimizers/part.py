@@ -18,7 +18,7 @@ from aladdin_mpi.optimizers.base import Inherited
 from aladdin_mpi.optimizers.script_access import hyperparameters, portable
 
 Place = tuple[slice, int, "nn.Parameter"]
-"""A parameter's place in the flat vector, its group, and the parameter."""
+"""A parameter's slice of the flat vector, its group, and the parameter."""
 
 
 def states_of_rows(
@@ -29,15 +29,15 @@ def states_of_rows(
     """Return copies of the parameters' states from parts that hold rows of values.
 
     Args:
-        places: of the optimizer's parameters.
-        parts: each with its start in the flat vector.
-        inherited: states that no part has taken over yet, see :meth:`Inherited.state_dict`.
+        places: places of the optimizer's parameters.
+        parts: parts with their starts in the flat vector.
+        inherited: states that no part has taken yet, see :meth:`Inherited.state_dict`.
 
     Returns:
-        None if not every value belongs to one of them.
+        The states; None if a part or ``inherited`` does not cover every value.
 
     Raises:
-        UserError: a state that is neither one number nor a value for each of the parameter's.
+        UserError: a tensor is neither a scalar nor of one number for each value.
     """
     rows = Inherited()
     covered = 0
@@ -71,14 +71,14 @@ def states_of_rows(
 def states_of_parameters(
     places: list[Place], part: OptimizerPart
 ) -> dict[nn.Parameter, dict[str, Any]]:
-    """Return the same from a part that holds whole parameters in their shapes."""
+    """Return copies of the parameters' states from a part that holds whole parameters."""
     at = {where.start: parameter for where, _, parameter in places}
     return {at[piece.start]: deepcopy(part.state_of(leaf)) for leaf, piece in part.leaves()}
 
 
 @dataclass(frozen=True)
 class PartPiece:
-    """Values of a part, from ``start`` on, that the optimizer sees as one tensor.
+    """Values of a part, from ``start`` on, that the optimizer treats as one tensor.
 
     ``shape`` and ``stride`` are those of a whole parameter; None: a row of values.
     """
@@ -95,7 +95,7 @@ class PartPiece:
         return self.start + self.numel
 
     def of(self, part: Tensor) -> Tensor:
-        """The piece of a part."""
+        """Return the piece of a part, as a view."""
         values = part[self.start : self.stop]
         if self.shape is None or self.stride is None:
             return values
@@ -103,22 +103,22 @@ class PartPiece:
 
 
 def same_kind(given: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return an optimizer of the class and with the attributes of ``given``, and no state yet.
+    """Return an optimizer of the class of ``given``, with its attributes but no state.
 
-    Its class is not called: one that a user has written may have other arguments.
+    The class is not called, since a user's class may require other arguments.
     """
-    made: torch.optim.Optimizer = object.__new__(type(given))
-    made.__dict__.update(given.__dict__)
-    made.__dict__.pop("step", None)  # a scheduler has put its counter around that of ``given``
-    made.state = defaultdict(dict)
-    made.param_groups = groups
-    return made
+    optimizer: torch.optim.Optimizer = object.__new__(type(given))
+    optimizer.__dict__.update(given.__dict__)
+    optimizer.__dict__.pop("step", None)  # a scheduler has wrapped the step() of ``given``
+    optimizer.state = defaultdict(dict)
+    optimizer.param_groups = groups
+    return optimizer
 
 
 class OptimizerPart:
-    """A torch optimizer like ``given``, whose hyperparameters it follows, for pieces of a part.
+    """A torch optimizer for pieces of a part, following the hyperparameters of ``given``.
 
-    Values that are in no piece stay as they are. ``like`` has the dtype and device, ``states`` are
+    Values that are in no piece do not change. ``like`` has the dtype and device; ``states`` are
     the initial states of the pieces.
     """
 
@@ -147,7 +147,7 @@ class OptimizerPart:
                 self._inner.state[leaf] = state
 
     def step(self, x: Tensor, gradient: Tensor, unused: Unused = ()) -> None:
-        """One step of the part ``x``, in place, less its ``unused`` parts."""
+        """Step the part ``x`` in place, except its ``unused`` parts."""
         self._follow()
         for each in unused:
             self._split(each.start)
@@ -165,15 +165,15 @@ class OptimizerPart:
             leaf.grad = None
 
     def _split(self, at: int) -> None:
-        """Let a piece begin here, for good: its state, such as a count of steps, is its own."""
+        """Split the piece at ``at`` permanently, as both halves may then differ in step count."""
         place = bisect_left(self._stops, at)
         piece = self.pieces[place] if place < len(self.pieces) else None
         if piece is None or not piece.start < at < piece.stop:
             return
-        cut, left = at - piece.start, piece.stop - at
+        cut, rest = at - piece.start, piece.stop - at
         self.pieces[place : place + 1] = [
             replace(piece, numel=cut),
-            replace(piece, start=at, numel=left),
+            replace(piece, start=at, numel=rest),
         ]
         self._stops.insert(place, at)
         first, second = self._leaves[place], torch.nn.Parameter(self._leaves[place].new_empty(0))
@@ -185,12 +185,12 @@ class OptimizerPart:
             self._inner.state[first], self._inner.state[second] = {}, {}
             for name, value in state.items():
                 is_by_value = isinstance(value, torch.Tensor) and value.shape == (piece.numel,)
-                halves = value.split([cut, left]) if is_by_value else (value, deepcopy(value))
+                halves = value.split([cut, rest]) if is_by_value else (value, deepcopy(value))
                 for leaf, half in zip((first, second), halves, strict=True):
                     self._inner.state[leaf][name] = half.clone() if is_by_value else half
 
     def _follow(self) -> None:
-        """Take over what has changed in the groups since; an optimizer may change its own too."""
+        """Adopt changes of the groups; an optimizer may also change its own."""
         for place, number in enumerate(self._groups):
             now = hyperparameters(self._given.param_groups[number])
             before, group = self._seen[place], self._inner.param_groups[place]
@@ -198,20 +198,20 @@ class OptimizerPart:
             self._seen[place] = now
 
     def leaves(self) -> list[tuple[nn.Parameter, PartPiece]]:
-        """What the optimizer sees of each piece."""
+        """Return the pieces, each with the parameter that represents it in the optimizer."""
         return list(zip(self._leaves, self.pieces, strict=True))
 
     def state_of(self, leaf: nn.Parameter) -> dict[str, Any]:
-        """The state of a piece; empty if it has made no step."""
+        """Return the state of a piece; empty if it has made no step."""
         state: dict[str, Any] = self._inner.state.get(leaf, {})
         return state
 
     def put(self, leaf: nn.Parameter, state: dict[str, Any]) -> None:
-        """Let a piece go on from ``state``."""
+        """Set the state of a piece."""
         self._inner.state[leaf] = state
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the pieces, their hyperparameters, and those of ``given`` they follow."""
+        """Return the pieces' states and hyperparameters, and the adopted ones of ``given``."""
         return {
             "inner": self._inner.state_dict(),
             "seen": self._seen,
@@ -219,7 +219,7 @@ class OptimizerPart:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state from :meth:`state_dict`."""
+        """Restore a state from :meth:`state_dict`."""
         for start in state.get("starts", ()):
             self._split(start)
         self._inner.load_state_dict(state["inner"])

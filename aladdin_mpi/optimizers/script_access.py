@@ -1,4 +1,4 @@
-"""The optimizer objects of a training script, while a run makes their steps."""
+"""Access of a training script to its optimizers, while a run makes their steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aladdin_mpi.errors import UserError
 
 @dataclass(frozen=True)
 class Segment:
-    """Values of one parameter, ``[start, stop)`` in the order in which they lie in memory."""
+    """Values of one parameter, ``[start, stop)`` in memory order."""
 
     parameter: nn.Parameter
     start: int
@@ -26,7 +26,7 @@ class Segment:
 def initial_state(given: torch.optim.Optimizer, segments: list[Segment]) -> dict[str, Any]:
     """Return the state of a tensor made of ``segments``, which are :func:`alike`; may be empty.
 
-    Some optimizers make it when they are made; a program may have loaded another.
+    Some optimizers create their state on construction, and a program may have loaded a state.
     """
     states = [given.state.get(segment.parameter, {}) for segment in segments]
     joined: dict[str, Any] = {}
@@ -40,7 +40,7 @@ def initial_state(given: torch.optim.Optimizer, segments: list[Segment]) -> dict
 
 
 def alike(given: torch.optim.Optimizer, one: nn.Parameter, other: nn.Parameter) -> bool:
-    """Return whether their states are the same, but for what has a value for each of theirs."""
+    """Return whether the parameters' states are equal, except for tensors of their shape."""
 
     def rest(parameter: nn.Parameter) -> dict[str, Any]:
         return {
@@ -57,7 +57,7 @@ def _is_by_value(value: object, parameter: nn.Parameter) -> bool:
 
 
 def _in_memory(values: Tensor, segment: Segment) -> Tensor:
-    """Of a tensor like the segment's parameter, the segment's values."""
+    """Return the segment's values of a tensor like its parameter, in memory order."""
     parameter = segment.parameter
     laid_out = torch.empty_strided(
         parameter.shape, parameter.stride(), dtype=values.dtype, device=values.device
@@ -66,11 +66,11 @@ def _in_memory(values: Tensor, segment: Segment) -> Tensor:
 
 
 Hyperparameters = dict[str, Any]
-"""Of one group, by name, less its parameters."""
+"""Hyperparameters of one group by name, without its parameters."""
 
 
 def hyperparameters(group: dict[str, Any]) -> Hyperparameters:
-    """Those of ``group``, with tensors of one value as numbers."""
+    """Return the hyperparameters of ``group``, with scalar tensors as numbers."""
     return {
         name: value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
         for name, value in group.items()
@@ -79,20 +79,20 @@ def hyperparameters(group: dict[str, Any]) -> Hyperparameters:
 
 
 def portable(group: dict[str, Any]) -> Hyperparameters:
-    """Return the same for tensors on other devices, which may not have CUDA's graphs."""
+    """Return the hyperparameters for other devices, which may not support CUDA graphs."""
     settings = hyperparameters(group)
     return settings | {"capturable": False} if "capturable" in settings else settings
 
 
 Names = list[list[str]]
-"""Of hyperparameters, for each group."""
+"""Names of hyperparameters for each group."""
 
 
 def numeric_names(optimizer: torch.optim.Optimizer) -> Names:
-    """Return the names of all numeric hyperparameters, in an order that depends on them alone.
+    """Return the names of all numeric hyperparameters, in sorted order.
 
-    Ranks that exchange :func:`numbers` determine these once, when the run begins: a scheduler that
-    a script makes later adds entries on the ranks that make it, such as "initial_lr".
+    Ranks that exchange :func:`numbers` determine the names once, at the start of the run, since
+    a scheduler that a script creates later adds entries such as "initial_lr" on some ranks only.
     """
     return [
         [name for name, value in sorted(hyperparameters(group).items()) if _each(value)]
@@ -102,35 +102,35 @@ def numeric_names(optimizer: torch.optim.Optimizer) -> Names:
 
 def numbers(optimizer: torch.optim.Optimizer, names: Names | None = None) -> tuple[float, ...]:
     """Return the numbers in all groups, of ``names`` or of :func:`numeric_names`."""
-    found: list[float] = []
+    values_of_all: list[float] = []
     chosen = numeric_names(optimizer) if names is None else names
     for group, numeric in zip(optimizer.param_groups, chosen, strict=False):
         values = hyperparameters(group)
         for name in numeric:
-            found += [float(each) for each in _each(values[name])]
-    return tuple(found)
+            values_of_all += [float(each) for each in _each(values[name])]
+    return tuple(values_of_all)
 
 
 def write_numbers(
     optimizer: torch.optim.Optimizer, values: tuple[float, ...], names: Names
 ) -> None:
-    """Put what :func:`numbers` has returned for another optimizer like this one into the groups."""
-    left = list(values)
+    """Write the :func:`numbers` of a similar optimizer into the groups."""
+    remaining = list(values)
     for group, numeric in zip(optimizer.param_groups, names, strict=False):
         before = hyperparameters(group)
         for name in numeric:
-            taken = [_as(type(each), left.pop(0)) for each in _each(before[name])]
+            taken = [_as(type(each), remaining.pop(0)) for each in _each(before[name])]
             is_sequence = isinstance(before[name], (tuple, list))
             group[name] = type(before[name])(taken) if is_sequence else taken[0]
 
 
 def _as(kind: type, value: float) -> float:
-    """Return a whole number as an int if the one before was; a script may change 0 to 0.01."""
+    """Return an int only if the previous value was one; a script may change 0 to 0.01."""
     return int(value) if kind is int and value.is_integer() else value
 
 
 def _each(value: object) -> list[float]:
-    """The numbers that ``value`` is made of, if it is of nothing else."""
+    """Return the numbers in ``value``, or an empty list if it contains anything else."""
     values: list[Any] = list(value) if isinstance(value, (tuple, list)) else [value]
     is_numeric = all(type(each) in (int, float) for each in values)
     return values if is_numeric else []
@@ -140,17 +140,17 @@ States = dict["nn.Parameter", dict[str, Any]]
 
 
 class ScriptAccess:
-    """Lets a script set hyperparameters and save states as if its optimizers made the steps.
+    """Interface by which a script's optimizers appear to make the run's steps.
 
-    A hyperparameter that the script changes after a step in progress has used it is refused.
-    ``state_dict()`` returns the state that the run's steps have made on this rank. When the run
-    has ended, the optimizers hold that state themselves. ``given`` are the script's optimizers.
+    A change of a hyperparameter after the current step has used it is refused.
+    ``state_dict()`` returns the state from the run's steps on this rank. When the run ends, that
+    state is written into the optimizers. ``given`` are the script's optimizers.
     """
 
     _hooks_of: ClassVar[WeakKeyDictionary[torch.optim.Optimizer, list[RemovableHandle]]] = (
         WeakKeyDictionary()
     )
-    """Of the latest run of each optimizer. A run that has ended may leave its hooks in place."""
+    """Hooks of each optimizer's latest run, as a finished run may leave its hooks in place."""
 
     def __init__(self, given: Sequence[torch.optim.Optimizer] = ()) -> None:
         self._given = given
@@ -171,16 +171,16 @@ class ScriptAccess:
 
     # -- hyperparameters ------------------------------------------------------------------
     def begin_batch(self) -> None:
-        """A batch is handed to the script."""
+        """Start a batch in the script."""
         self._used = None
 
     def note_use(self) -> None:
-        """A step takes the hyperparameters as they are now."""
+        """Record the hyperparameters at their first use in a step."""
         if self._used is None:
             self._used = self._numbers()
 
     def end_batch(self) -> None:
-        """The script has called run.step().
+        """End a batch, in the script's run.step().
 
         Raises:
             UserError: hyperparameters were changed after the step had used them.
@@ -199,19 +199,19 @@ class ScriptAccess:
 
     # -- states ---------------------------------------------------------------------------
     def follow(self, states: Callable[[], States | None]) -> None:
-        """The run has begun, or continues in another group of ranks.
+        """Start following a run, or continue in another group of ranks.
 
-        ``states`` returns the parameters' states; None if other ranks make steps of some of them.
+        ``states`` returns the parameters' states; None if other ranks have some of them.
         """
         self._states = states
         for each in self._given:
-            # Otherwise a scheduler that the script steps warns that no step was made before.
+            # Otherwise a scheduler stepped by the script warns that no step was made before.
             each._opt_called = True  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """The run has ended: put the states into the optimizers, if this rank has them."""
+        """End the run: write the states into the optimizers, if this rank has them."""
         states = self._states() if self._states is not None else None
-        self._has_ended, self._states = True, lambda: None  # they are on other ranks
+        self._has_ended, self._states = True, lambda: None  # the states are on other ranks
         if states is None:
             return
         for each in self._given:
@@ -224,7 +224,7 @@ class ScriptAccess:
         self._hooks.clear()
 
     def _is_given(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether it is the script's: the run's own copies share its hooks."""
+        """Return whether an optimizer is the script's; the run's own copies share its hooks."""
         return any(optimizer is each for each in self._given)
 
     def _export(
@@ -262,5 +262,5 @@ class ScriptAccess:
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Return its parameters in the order in which a state dict numbers them."""
+    """Return the parameters in the order of a state dict."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -18,23 +18,23 @@ from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.options.general import GeneralOptions
 
 WHOLE = (slice(None),)
-"""The used parts of a vector all of which is used."""
+"""The used parts of a vector without unused parts."""
 
 
 class MomentumSGD(Optimizer):
-    """``v <- m v + (g + d x)``, ``x <- x - lr v``, as torch.optim.SGD computes it.
+    """``v <- m v + (g + d x)``, ``x <- x - lr v``, as in torch.optim.SGD.
 
-    It works on parts of the flat vector, so that a part can be sent as soon as
-    backward has completed it.
+    Works on parts of the flat vector, so that a part can be sent as soon as backward has
+    completed it.
 
     Args:
         like: the flat vector of parameters.
         momentum: m, in [0, 1).
         weight_decay: d; added to the gradient.
         nesterov: step along ``g + m v`` instead of ``v``.
-        clip: largest L2 norm of a gradient, before weight decay; a part of the flat
-            vector is scaled down to its share, ``clip * sqrt(part's length / whole
-            length)``, so that parts need not wait for each other; None: none.
+        clip: largest L2 norm of a gradient, before weight decay; None: no limit. A part is
+            limited to its share, ``clip * sqrt(part's length / whole length)``, so that
+            parts need not wait for each other.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class MomentumSGD(Optimizer):
         raw: Tensor | None = None,
         unused: Unused = (),
     ) -> None:
-        """See :meth:`Optimizer.correct`; ``raw`` takes ``g + d x``."""
+        """Compute the direction; ``raw`` receives ``g + d x``."""
         if gradient.is_meta:
             return
         if self.clip is not None:
@@ -70,7 +70,7 @@ class MomentumSGD(Optimizer):
         for used in used_parts(x.numel(), unused) if unused else WHOLE:
             vectors = gradient[used], x[used], velocity[used], kept[used]
             for g, x_part, v, u in blocks(*vectors):
-                self._turn(g, x_part, v, None if raw is None else u)
+                self._to_direction(g, x_part, v, None if raw is None else u)
         for each in unused:
             gradient[each].zero_()
             if raw is not None:
@@ -85,7 +85,7 @@ class MomentumSGD(Optimizer):
         factor: float = 1.0,
         unused: Unused = (),
     ) -> None:
-        """See :meth:`Optimizer.descend`; ``gradient`` becomes the direction."""
+        """Step ``x``; ``gradient`` becomes the direction."""
         if gradient.is_meta:
             return
         if self.clip is not None:
@@ -97,19 +97,19 @@ class MomentumSGD(Optimizer):
             for g, x_part, v in blocks(gradient[used], x[used], velocity[used]):
                 if factor != 1.0:
                     g.mul_(factor)
-                self._turn(g, x_part, v)
+                self._to_direction(g, x_part, v)
                 x_part.add_(g, alpha=-lr)
 
     def correct_and_descend(
         self, part: slice, gradient: Tensor, x: Tensor, lr: float, unused: Unused = ()
     ) -> None:
-        """See :meth:`Optimizer.correct_and_descend`."""
+        """Step ``x``; ``gradient`` becomes the direction, which is zero in ``unused``."""
         self.descend(part, gradient, x, lr, unused=unused)
         for each in unused:
             gradient[each].zero_()
 
-    def _turn(self, g: Tensor, x: Tensor, v: Tensor, raw: Tensor | None = None) -> None:
-        """Gradient into step; ``v`` is the velocity, if there is any."""
+    def _to_direction(self, g: Tensor, x: Tensor, v: Tensor, raw: Tensor | None = None) -> None:
+        """Turn a gradient into a direction; ``v`` is the velocity, if momentum is used."""
         is_fused = self.velocity is not None and g.is_cuda
         if is_fused and fused.is_usable(g, x, v, g if raw is None else raw):
             settings = self.weight_decay, self.momentum, self.nesterov
@@ -132,7 +132,7 @@ class MomentumSGD(Optimizer):
         gradient.mul_((bound / gradient.norm()).clamp_(max=1.0))
 
     def step(self, x: Tensor, gradient: Tensor, lr: float, unused: Unused = ()) -> None:
-        """See :meth:`Optimizer.step`."""
+        """Step the whole vector, without changing ``gradient``."""
         if gradient.is_meta:
             return
         clipped = gradient
@@ -143,22 +143,22 @@ class MomentumSGD(Optimizer):
         for used in used_parts(x.numel(), unused) if unused else WHOLE:
             for g, x_part, v in blocks(clipped[used], x[used], velocity[used]):
                 direction = g.clone()
-                self._turn(direction, x_part, v)
+                self._to_direction(direction, x_part, v)
                 x_part.add_(direction, alpha=-lr)
 
     def state_dict(self) -> dict[str, Tensor | None]:
-        """The velocity, for a checkpoint."""
+        """Return the velocity, for a checkpoint."""
         return {"velocity": self.velocity}
 
     def load_state_dict(self, state: dict[str, Tensor | None]) -> None:
-        """Take a velocity from a checkpoint."""
+        """Restore a velocity from a checkpoint."""
         if self.velocity is not None and state["velocity"] is not None:
             self.velocity.copy_(state["velocity"])
 
     def joined(
         self, states: Sequence[dict[str, Any] | None], parts: Sequence[Sequence[slice]]
     ) -> dict[str, Any] | None:
-        """See :meth:`Optimizer.joined`; the velocity of a lost server begins at zero."""
+        """Return the joint velocity, which is zero for lost servers."""
         known = [state for state in states if state is not None]
         if not known or known[0]["velocity"] is None:
             return known[0] if known else None
@@ -169,13 +169,13 @@ class MomentumSGD(Optimizer):
         return {"velocity": whole}
 
     def state_of(self, part: slice) -> dict[str, Any]:
-        """See :meth:`Optimizer.state_of`."""
+        """Return a copy of a part's velocity."""
         return {"velocity": None if self.velocity is None else self.velocity[part].clone()}
 
     def put_part(
         self, whole: dict[str, Any] | None, state: dict[str, Any], part: slice, like: Tensor
     ) -> dict[str, Any] | None:
-        """See :meth:`Optimizer.put_part`."""
+        """Write a part's velocity into ``whole``."""
         if state["velocity"] is None:
             return whole
         if whole is None or whole["velocity"] is None:
@@ -186,7 +186,7 @@ class MomentumSGD(Optimizer):
 
 # -- learning rates ------------------------------------------------------------------------------
 def scale_of(scaling: str, workers: int) -> float:
-    """Return what ``--lr-scaling`` multiplies the learning rate of one worker by."""
+    """Return the factor of ``--lr-scaling`` on the learning rate of one worker."""
     return {"linear": float(workers), "sqrt": sqrt(workers), "none": 1.0}[scaling]
 
 
@@ -194,17 +194,18 @@ def scale_of(scaling: str, workers: int) -> float:
 class LearningRate:
     """Warm-up, then constant, steps or half a cosine, scaled by the number of workers.
 
-    Following the global sample count keeps the schedule right however unequal the
-    workers are. The warm-up of SGD rises from the rate of one worker to the scaled one
-    (Goyal et al., 2017, section 2.2), that of other optimizers from 0.
+    The schedule follows the global sample count, which is correct for workers of any speed.
+    The warm-up of SGD rises from the rate of one worker to the scaled one (Goyal et al., 2017,
+    section 2.2), that of other optimizers from 0.
 
     Args:
         options: the ``lr_*`` and ``warmup_epochs`` options.
-        workers: their number.
+        workers: number of workers.
         epoch: samples of one epoch.
         total: samples of the run.
-        base: the rate of one worker; 1 where the optimizer has it in its groups.
-        function: of the samples drawn, in place of warm-up and the rest: a factor.
+        base: rate of one worker; 1 if the optimizer's groups include it.
+        function: factor as a function of the samples drawn, which replaces warm-up and
+            schedule.
     """
 
     options: GeneralOptions
@@ -216,16 +217,16 @@ class LearningRate:
 
     @cached_property
     def scale(self) -> float:
-        """What the rate of one worker is multiplied by."""
+        """Factor on the rate of one worker."""
         return scale_of(self.options.lr_scaling, self.workers)
 
     @cached_property
     def _warmup(self) -> float:
-        """Samples of the warm-up."""
+        """Number of samples of the warm-up."""
         return min(self.options.warmup_epochs * self.epoch, self.total)
 
     def __call__(self, samples: int) -> float:
-        """The rate when ``samples`` have been drawn."""
+        """Return the learning rate after ``samples`` samples."""
         options = self.options
         rate = self.base * self.scale
         if self.function is not None:
@@ -249,11 +250,11 @@ def unscaled(workers: int) -> float:
 
 
 def divisor(workers: int, survivors: int, lr_scale: Callable[[int], float]) -> float:
-    """Return what the gradient of one worker is divided by.
+    """Return the divisor of a worker's gradient.
 
-    It weighs as much as in a run of the surviving workers alone: a gradient is divided by their
-    number, and the learning rate, which remains that of all ``workers`` of the present group of
-    ranks, is taken back to theirs. With the linear scaling rule, the default, that is the number
-    of all workers. ``lr_scale`` returns the factor on the rate for a number of workers.
+    A gradient keeps the weight of a run of the surviving workers alone: it is divided by their
+    number, and the learning rate, which remains that for all ``workers`` of the current group, is
+    corrected to theirs. With the default, linear scaling, that is the number of all workers.
+    ``lr_scale`` returns the factor on the rate for a number of workers.
     """
     return survivors * lr_scale(workers) / lr_scale(survivors)

@@ -39,7 +39,7 @@ Clips = Literal["own", "mean", "parts"]
 AlphaRule = Literal["theory", "since-last", "literal"]
 """Rules by which ALADDIN's server chooses a worker's weight of the global model."""
 Allreduce = Literal["auto", "ring", "mpi", "horovod", "torch"]
-OUTLAST_DEATHS = ("auto", "ring", "mpi")
+FAULT_TOLERANT_ALLREDUCES = ("auto", "ring", "mpi")
 """The all-reduces that may stand for sums which outlast the failure of ranks."""
 FROM_WEIGHTED_MEAN = "they start from the weighted mean of all models, with equal weights"
 FROM_CENTRE = "the differences of the workers' models from the centre are dropped"
@@ -461,7 +461,8 @@ AR_SGD = Algorithm(
     holder="first",
     compresses=True,
     needs_all=lambda run: (
-        run.compression != "none" or own(run, ArSgdOptions).allreduce not in OUTLAST_DEATHS
+        run.compression != "none"
+        or own(run, ArSgdOptions).allreduce not in FAULT_TOLERANT_ALLREDUCES
     ),
     collective=True,
     clips="mean",
@@ -490,7 +491,7 @@ LOCAL_SGD = Algorithm(
     node_sums=True,
     lockstep=True,
     holder="all",
-    needs_all=lambda run: own(run, LocalSgdOptions).allreduce not in OUTLAST_DEATHS,
+    needs_all=lambda run: own(run, LocalSgdOptions).allreduce not in FAULT_TOLERANT_ALLREDUCES,
     collective=True,
 )
 

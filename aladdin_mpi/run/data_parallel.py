@@ -47,7 +47,7 @@ from aladdin_mpi.run.script import OptionsFound, simulated_rank
 from aladdin_mpi.run.takeover import LoopProgress, Takeover
 from aladdin_mpi.run.training_data import NO_BATCH, Batches, Delivery, Epoch, TrainingData, deal
 from aladdin_mpi.session.coordinator import RunHook
-from aladdin_mpi.session.user_optimizer import Asked, resolve, settings_for
+from aladdin_mpi.session.user_optimizer import OptimizerInput, resolve, settings_for
 from aladdin_mpi.transport.base import Transport, once
 from aladdin_mpi.transport.checksums import ChecksumTransport
 
@@ -110,7 +110,7 @@ class DataParallel:
         module: nn.Module,
         options: RunOptions | None = None,
         *,
-        optimizer: Asked | str | None = None,
+        optimizer: OptimizerInput | str | None = None,
         scheduler: LRScheduler | None = None,
         schedule: Callable[[int], float] | None = None,
         transport: Transport | None = None,
@@ -138,7 +138,7 @@ class DataParallel:
         transport: Transport | None,
         evaluate: Evaluate | None,
         settings: dict[str, Any],
-        optimizer: Asked | None,
+        optimizer: OptimizerInput | None,
         scheduler: LRScheduler | None,
     ) -> None:
         def requested() -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from aladdin_mpi.control.exchange import receive_object, send_object
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.errors import LostError, PeerFailedError, RefusedError
-from aladdin_mpi.options.algorithms import OUTLAST_DEATHS, Algorithm
+from aladdin_mpi.options.algorithms import FAULT_TOLERANT_ALLREDUCES, Algorithm
 from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.process import guard
 from aladdin_mpi.run.elasticity import (
@@ -176,7 +176,11 @@ class ElasticRunner(RunHook):
         servers = options.servers if algorithm.has_servers else 0
         # Libraries need every rank that they were started with; shards are dealt once.
         sums = getattr(getattr(options, algorithm.group, None), "allreduce", "auto")
-        is_fixed = sums not in OUTLAST_DEATHS or options.node_sums or options.dataset == "shards"
+        is_fixed = (
+            sums not in FAULT_TOLERANT_ALLREDUCES
+            or options.node_sums
+            or options.dataset == "shards"
+        )
         self._machine = ElasticityMachine(
             base.rank,
             base.size,

@@ -1,1 +1,1 @@
-"""One rank's training, segment by segment, and the joint for hooks."""
+"""One rank's training, segment by segment, and the interface for hooks."""

@@ -1,4 +1,4 @@
-"""Builders of a rank's part in an algorithm: its optimizer, its codec, its role."""
+"""Builders of a rank's part in an algorithm: its optimizer, codec and role."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from aladdin_mpi.worker.worker import Worker
 
 
 def momentum_sgd(options: RunOptions, x: Tensor, clip: float | None = None) -> MomentumSGD:
-    """Of the flat parameters ``x``."""
+    """Return momentum SGD for the flat parameters ``x``."""
     return MomentumSGD(x, options.momentum, options.weight_decay, options.nesterov, clip)
 
 
 def make_optimizer(
     context: Context, own: UserOptimizer | None, steps: int | None = None
 ) -> Optimizer:
-    """The user's ``own``, or momentum SGD. With ``steps`` the run begins, and has that many.
+    """Return ``own``, or momentum SGD; ``steps`` is the length of a run that starts.
 
     Raises:
         UserError: the algorithm cannot use it.
@@ -59,7 +59,7 @@ def make_optimizer(
 
 
 def make_wire(context: Context, optimizer: Optimizer, epoch: int) -> GradientCodec:
-    """How gradients are written for the wire; ``epoch``, in samples, is the unit of a warm-up.
+    """Return the codec of gradients; ``epoch``, in samples, is the unit of a warm-up.
 
     Raises:
         UserError: float64 would be rounded by default.
@@ -89,7 +89,7 @@ def make_wire(context: Context, optimizer: Optimizer, epoch: int) -> GradientCod
 
 
 def make_pace(context: Context) -> StepTimeModel:
-    """How fast this rank computes."""
+    """Return the model of this rank's step times."""
     options, index = context.options, context.number
     is_modelled = options.compute == "timed" or context.transport.models_time
     return StepTimeModel(
@@ -109,7 +109,7 @@ def make_server(
     lr: Callable[[int], float],
     kind: type[ParameterServer] = ParameterServer,
 ) -> ServerAlgorithm:
-    """The algorithm's part on a server; ``lr`` is the learning rate as a function of samples."""
+    """Return the algorithm's server role; ``lr`` is the learning rate as a function of samples."""
     code = implementation(context.algorithm)
     if code.server is None:
         raise ValueError(f"{context.algorithm.name} has no servers")
@@ -131,7 +131,7 @@ def make_server(
 
 @dataclass(frozen=True)
 class Computing:
-    """How a worker computes; see :class:`Worker`."""
+    """Parameters of a worker's computation, see :class:`Worker`."""
 
     compute: Compute
     pace: StepTimeModel
@@ -147,7 +147,7 @@ def make_worker(
     lr: Callable[[int], float],
     computing: Computing,
 ) -> TrainingWorker:
-    """The algorithm's part on a worker; ``lr`` is the learning rate as a function of samples."""
+    """Return the algorithm's worker role; ``lr`` is the learning rate as a function of samples."""
     options, algorithm, transport = context.options, context.algorithm, context.transport
     is_led, size = context.is_led, len(context.node)
     node = None
@@ -169,7 +169,7 @@ def make_worker(
         ),
         algorithm.lockstep,
         options.max_loss,
-        # Without one of torch's the rate is the schedule's, which rank 0 knows.
+        # Without a torch optimizer the rate is the schedule's, which rank 0 knows.
         lambda lr: lr * optimizer.rate if isinstance(optimizer, TorchOptimizer) else None,
         computing.after_step,
         computing.on_empty,

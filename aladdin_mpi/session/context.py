@@ -1,4 +1,4 @@
-"""The parts that all components of a rank share: options, replica, layout, model exchange."""
+"""The objects shared by all components of a rank: options, replica, layout, model exchange."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from aladdin_mpi.worker.role import Role
 
 @dataclass(frozen=True)
 class Context:
-    """One rank's.
+    """The shared objects of one rank.
 
     Attributes:
-        module: on its device.
-        nodes: ranks of the workers of each node, where a node is one worker of the algorithm.
-        numbers: of each worker, the one that it began the run with; none: as they are now.
-        project: what the script applies to parameters after each step.
+        module: the module, on its device.
+        nodes: ranks of each node's workers, if a node is one worker of the algorithm.
+        numbers: initial number of each worker in the run; empty: unchanged.
+        project: functions that the script applies to parameters after each step.
     """
 
     transport: Transport
@@ -53,12 +53,12 @@ class Context:
 
     @cached_property
     def projections(self) -> Projections:
-        """Those of ``project``; none with timed computing."""
+        """The projections of ``project``; none with simulated computation."""
         return Projections(self.project if self.is_real else (), self.module)
 
     @property
     def number(self) -> int:
-        """This worker's number, with which it began the run."""
+        """This worker's initial number in the run."""
         index = self.transport.rank - self.servers
         return self.numbers[index] if self.numbers else index
 
@@ -69,13 +69,13 @@ class Context:
 
     @property
     def node(self) -> Sequence[int]:
-        """The ranks that are one worker with this one."""
+        """The ranks that form one worker with this one."""
         rank = self.transport.rank
         return next((node for node in self.nodes if rank in node), [rank])
 
     @cached_property
     def among(self) -> Transport:
-        """The transport among servers and workers of the algorithm; of them this is one."""
+        """The transport among servers and workers of the algorithm, including this rank."""
         if not self.nodes:
             return self.transport
         return PartOfRanks(self.transport, [*range(self.servers), *self.leaders])
@@ -92,28 +92,28 @@ class Context:
 
     @property
     def needs_all(self) -> str | None:
-        """What requires every worker; None: the run can continue without some."""
+        """The option that requires every worker; None: the run can continue without some."""
         if self.options.node_sums:
             return "--node-sums"
         return self.options.algorithm if self.algorithm.needs_all(self.options) else None
 
     @property
     def is_led(self) -> bool:
-        """Whether this rank computes for another one."""
+        """Whether this rank computes for the leader of its node."""
         return not self.is_server and self.transport.rank != self.node[0]
 
     @property
     def is_server(self) -> bool:
-        """Whether this rank is one."""
+        """Whether this rank is a server."""
         return self.transport.rank < self.servers
 
     @property
     def is_real(self) -> bool:
-        """Whether there is a model; with timed computing there are its sizes alone."""
+        """Whether the model has values; simulated computation uses only its sizes."""
         return self.options.compute == "real"
 
     def holders(self, bucket: Bucket) -> range:
-        """The ranks whose values of a bucket make up the global model's."""
+        """Return the ranks whose values of a bucket form the global model's."""
         return self.algorithm.holders(bucket.server, self.transport.size)
 
 
@@ -125,7 +125,7 @@ def make_context(
     numbers: Sequence[int] = (),
     project: Sequence[Projection] = (),
 ) -> Context:
-    """Every rank calls it. ``numbers`` and ``project`` as in :class:`Context`.
+    """Return this rank's context; every rank calls it.
 
     Raises:
         UserError: more servers than the model has parts, or too few workers or nodes; projections
@@ -141,10 +141,10 @@ def make_context(
     def make() -> Context:
         if isinstance(replica, Replica):
             layout = between_parameters(cut_model(), replica.sizes) if project else cut_model()
-        else:  # all ranks of a simulation have the same
+        else:  # the same on all ranks of a simulation
             layout = once(transport, ("layout", id(module), servers, workers), cut_model)
         _check_servers(options, replica, layout)
-        if not numbers:  # else the run began with more
+        if not numbers:  # otherwise the run started with more
             check_workers(options, workers)
         nodes = _nodes(transport, options, algorithm, servers)
         context = Context(
@@ -182,7 +182,7 @@ def _check_servers(options: RunOptions, replica: Replica | PhantomReplica, layou
 def _nodes(
     transport: Transport, options: RunOptions, algorithm: Algorithm, servers: int
 ) -> list[list[int]]:
-    """The ranks of each node's workers; the first leads. None without the option."""
+    """Return the ranks of each node's workers, leaders first; empty without --node-sums."""
     if not options.node_sums:
         return []
     nodes = host_groups(transport, servers, options.node_size)
@@ -211,7 +211,7 @@ def make_layout(
     servers: int,
     workers: int,
 ) -> Layout:
-    """How so many servers and workers cut the model."""
+    """Return the division of the model among servers and workers."""
     own_layout = implementation(algorithm).layout
     if own_layout is not None:
         options = options.model_copy(update={"servers": max(1, servers)})
@@ -221,11 +221,11 @@ def make_layout(
 
 
 MOST_APART = 1e-3
-"""Relative difference of two workers' models that rounding on unlike processors may make."""
+"""Largest relative difference of two workers' models that rounding on different CPUs may cause."""
 
 
 def share_model(context: Context) -> None:
-    """Begin with rank 0's parameters and buffers; a resumed run has its checkpoint's."""
+    """Start from rank 0's parameters and buffers, unless the run is resumed."""
     if not context.is_real or context.options.resume is not None:
         return
     for tensor in [context.replica.parameters, *context.replica.buffers()]:
@@ -233,10 +233,10 @@ def share_model(context: Context) -> None:
 
 
 def share_buffers(context: Context, source: int) -> None:
-    """Give every rank's module the buffers of a rank, or of the next one that has not failed."""
-    living = [rank for rank in surviving_ranks(context.transport) if rank >= source]
+    """Copy the buffers of rank ``source``, or of the next surviving one, to every rank."""
+    surviving = [rank for rank in surviving_ranks(context.transport) if rank >= source]
     for buffer in context.module.buffers():
-        _broadcast(context.transport, buffer, living[0])
+        _broadcast(context.transport, buffer, surviving[0])
 
 
 def _broadcast(transport: Transport, tensor: Tensor, root: int = 0) -> None:
@@ -248,9 +248,9 @@ def _broadcast(transport: Transport, tensor: Tensor, root: int = 0) -> None:
 
 
 def collect_model(context: Context, role: Role, without: Sequence[int] = ()) -> Tensor | None:
-    """The global model, flat, at every rank; also put into the replica.
+    """Return the global model, flat, on every rank, and copy it into the replica.
 
-    None with timed computing. The ranks ``without`` hold nothing of it.
+    None with simulated computation. The ranks ``without`` hold no part of it.
     """
     transport, replica = context.transport, context.replica
     if not isinstance(replica, Replica):
@@ -270,15 +270,15 @@ def collect_model(context: Context, role: Role, without: Sequence[int] = ()) -> 
             allreduce_tensor(transport, total)
             allreduce_tensor(transport, mine)
             mine.div_(total.item())
-    context.projections.apply(vector)  # a mean of projected models need not be one
+    context.projections.apply(vector)  # the mean of projected models may not satisfy them
     replica.set(vector)
     return vector
 
 
 def warn_of_differences(context: Context, own: Tensor, model: Tensor) -> None:
-    """Warn if workers that should have the same model do not: the loop has changed some of them.
+    """Warn if workers' models differ that should be equal: the loop has changed some of them.
 
-    ``own`` is this rank's at the end of the run, ``model`` the first worker's, which is kept.
+    ``own`` is this rank's model at the end of the run, ``model`` the first worker's, which is kept.
     """
     is_leader = context.transport.rank in context.leaders
     apart = float((own.to(model) - model).norm() / model.norm().clamp_min(1e-12))

@@ -1,4 +1,4 @@
-"""Rank 0's other duty: it grants samples, counts time, and keeps the run's metrics."""
+"""Coordination by rank 0: it grants samples, measures time, and computes the run's metrics."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from aladdin_mpi.transport.base import surviving_ranks
 from aladdin_mpi.worker.role import COMPUTED, Role
 
 SHOWN = ("wire_bits", "pi")
-"""Of the algorithm's figures, those in the progress."""
+"""The algorithm's figures to show in the progress line."""
 
 
 class RunEnd(Enum):
-    """How a rank's part in a run ends."""
+    """The way in which a rank's part in a run ends."""
 
     COMPLETED = "trained to the end"
     SUSPENDED = "ended by a signal, and saved"
@@ -33,18 +33,18 @@ class RunEnd(Enum):
 
 @dataclass(frozen=True)
 class SegmentEnd:
-    """What all ranks have agreed on at the end of a segment, when nothing is in flight.
+    """The agreement of all ranks at the end of a segment, when nothing is in flight.
 
     Attributes:
-        origin: who has trained so far.
+        origin: the ranks that have trained so far.
         state: returns this rank's state, for a checkpoint.
-        doubt: returns why such a state should not be saved; empty: nothing speaks against it.
+        doubt: returns a reason not to save such a state; empty without one.
         drawn: samples that the workers have drawn.
         is_last: the budget is used up.
-        suspended: the signal that ends the run before that; 0: none does.
-        closed_by: the rank that has closed the run; None: none has.
-        moment: when the next segment may begin, in seconds of the engine's clock.
-        lost: a rank that has failed, if the others can form a new group; None: none has.
+        suspended: the signal that ends the run before that; 0: none.
+        closed_by: the rank that has closed the run; None: not closed.
+        moment: the earliest start of the next segment, in seconds of the engine's clock.
+        lost: a failed rank, if the others can form a new group; None: none has failed.
     """
 
     origin: Origin
@@ -64,69 +64,69 @@ class SegmentEnd:
 
 
 class RunHook:
-    """A part of a run beside training. A method does nothing unless a subclass overrides it.
+    """A component of a run other than training. Methods do nothing unless overridden.
 
     Every rank calls ``on_start`` and ``on_settled`` for each segment, and ``on_end``. Rank 0 calls
     the methods with a :class:`Coordinator`: ``on_begin``, and for each segment ``on_open``,
     ``on_report`` for each report of a worker, and ``on_close``. A hook saves its own state, under
-    keys of its own.
+    its own keys.
     """
 
     def on_start(self) -> None:
-        """A segment starts: every rank is ready."""
+        """Handle the start of a segment, when every rank is ready."""
 
     def on_settled(self, end: SegmentEnd, run: Coordinator | None) -> None:
-        """A segment has ended on every rank; ``run`` is None except at rank 0."""
+        """Handle the end of a segment on every rank; ``run`` is None except on rank 0."""
 
     def on_begin(self, run: Coordinator) -> None:
-        """The run's state is known, and training is about to begin or to resume."""
+        """Handle the start of training, after the run's state has been restored."""
 
     def on_open(self, run: Coordinator) -> None:
-        """A segment begins."""
+        """Handle the start of a segment."""
 
     def on_report(self, run: Coordinator, report: WorkerReport) -> None:
-        """A worker has reported a step, which is counted already."""
+        """Handle a worker's report of a step, which is counted already."""
 
     def on_close(self, run: Coordinator) -> None:
-        """A segment has ended; time stands still until the next one."""
+        """Handle the end of a segment; time stops until the next one."""
 
     def on_failure(self, run: Coordinator, rank: int) -> None:
-        """A rank has failed."""
+        """Handle the failure of a rank."""
 
     def on_end(self, ending: RunEnd) -> None:
-        """Training is over on this rank."""
+        """Handle the end of training on this rank."""
 
     def figures(self) -> Mapping[str, float]:
-        """Return figures to be shown with the progress."""
+        """Return figures to show in the progress line."""
         return {}
 
     def take_figures(self) -> Mapping[str, float]:
-        """Return figures for the line of metrics that is written now, each once."""
+        """Return figures for the next line of metrics, each only once."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint has to hold."""
+        """Return the hook's state for a checkpoint."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up the state of a checkpoint, which has the keys of all hooks."""
+        """Restore the state of a checkpoint, which has the keys of all hooks."""
 
 
 @dataclass(frozen=True)
 class State:
-    """What is known of a run at some moment.
+    """A snapshot of a run for the progress line.
 
     Attributes:
-        samples: drawn by all workers, of ``total``.
-        rate: samples per second of late.
-        loss: mean of late.
-        figures: what was measured, and what the user's loop has logged.
+        samples: samples drawn by all workers, of ``total``.
+        rate: recent samples per second.
+        loss: recent mean loss.
+        figures: measured values, and values logged by the training loop.
         waiting: share of their time that workers waited.
-        staleness: mean, in gradients.
+        staleness: mean staleness in gradients.
         others: further figures of the algorithm, by name.
-        alive: workers that have not failed, of ``workers``.
-        left: seconds to go.
-        seconds: of training so far.
+        alive: number of surviving workers, of ``workers``.
+        left: remaining seconds.
+        seconds: training time so far.
     """
 
     samples: int
@@ -146,14 +146,14 @@ class State:
 
 
 class Coordinator:
-    """Grants samples, counts time, and adds up what workers report.
+    """Rank 0's coordination: grants samples, measures time, and sums up workers' reports.
 
-    It acts only when a message of a worker arrives, so that it works next to whatever
-    rank 0 does for the algorithm. What shows or writes its figures is a hook.
+    It acts only on messages of workers, so that it does not interfere with rank 0's role in the
+    algorithm. Hooks show and write its figures.
 
     Args:
         lr: learning rate as a function of samples.
-        role: rank 0's; if it is a server, its gradients and staleness are shown.
+        role: rank 0's role; if it is a server, its gradients and staleness are shown.
         hooks: called in this order.
     """
 
@@ -181,17 +181,17 @@ class Coordinator:
         transport.on_failure(self._lose)
         self._seconds = 0.0
         self._other_workers = 0.0
-        """In periods with other numbers of workers: what theirs was more than that of as many."""
+        """Correction of the workers' time for periods with other numbers of workers."""
         self._opened: float | None = None
         self._waiting: dict[int, float] = {}
         self._sent: dict[int, int] = {}
         self._steps: dict[int, int] = {}
         self._rate: float | None = None
         self.suspended = 0
-        """The signal after which the run is to end before its budget is used up."""
+        """The signal that ends the run before its budget is used up."""
 
     def begin(self) -> None:
-        """Begin to train, or to resume; after :meth:`load_state_dict`."""
+        """Start or resume training; call after :meth:`load_state_dict`."""
         for hook in self._hooks:
             hook.on_begin(self)
         self._has_begun = True
@@ -203,7 +203,7 @@ class Coordinator:
 
     @property
     def seconds(self) -> float:
-        """Training time: without evaluations, checkpoints and set-up."""
+        """Training time, without evaluations, checkpoints and set-up."""
         if self._opened is None:
             return self._seconds
         return self._seconds + self._transport.now() - self._opened
@@ -227,7 +227,7 @@ class Coordinator:
 
     # -- segments -------------------------------------------------------------
     def open(self) -> None:
-        """Begin a segment: grant samples up to the next checkpoint."""
+        """Start a segment: grant samples up to the next checkpoint."""
         every, drawn = self.plan.checkpoint_every, self.budget.drawn
         limit = (drawn // every + 1) * every if every else self.plan.total
         with self._transport.atomic():
@@ -239,13 +239,13 @@ class Coordinator:
             hook.on_open(self)
 
     def suspend(self, number: int) -> None:
-        """Grant nothing more, now and in later segments, because of this signal."""
+        """Stop granting samples, now and in later segments, because of this signal."""
         with self._transport.atomic():
             self.suspended = self.suspended or number
             self.budget.stop()
 
     def close(self) -> None:
-        """End a segment: time stands still."""
+        """End a segment: time stops."""
         self._seconds, self._opened = self.seconds, None
         for hook in self._hooks:
             hook.on_close(self)
@@ -269,16 +269,16 @@ class Coordinator:
         return self.server.received if self.server else 0
 
     def take_figures(self) -> dict[str, float]:
-        """Return the hooks' figures for the line of metrics that is written now."""
+        """Return the hooks' figures for the next line of metrics."""
         return {name: v for hook in self._hooks for name, v in hook.take_figures().items()}
 
     @property
     def lr(self) -> float:
-        """The learning rate that a worker reported last, or that of this moment."""
+        """The learning rate of the last worker's report, or the schedule's current one."""
         return self._lr(self.budget.drawn) if self._rate is None else self._rate
 
     def state(self) -> State:
-        """Where the run is, for the progress."""
+        """Return a snapshot of the run for the progress line."""
         drawn, server = self.budget.drawn, self.server
         return State(
             samples=drawn,
@@ -295,12 +295,12 @@ class Coordinator:
         )
 
     def moment(self) -> dict[str, Any]:
-        """Where the run is: samples drawn, epochs, seconds."""
+        """Return the run's position: samples drawn, epochs, seconds."""
         drawn = self.budget.drawn
         return {"samples": drawn, "epoch": drawn / self.plan.epoch, "seconds": self.seconds}
 
     def knowledge(self) -> dict[str, Any]:
-        """Return what another rank needs to continue as coordinator, at any moment."""
+        """Return the state with which another rank can continue as coordinator, at any moment."""
         with self._transport.atomic():
             return {
                 **self.state_dict(),
@@ -312,7 +312,7 @@ class Coordinator:
 
     # -- checkpoint ---------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """The state between two segments."""
+        """Return the state between two segments."""
         state = {
             "drawn": self.budget.drawn,
             "passed_over": self.budget.passed_over,
@@ -332,7 +332,7 @@ class Coordinator:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state from :meth:`state_dict`."""
+        """Restore a state from :meth:`state_dict`."""
         self.budget.begin_at(state["drawn"], state.get("passed_over", 0))
         if "loss_scale" in state:
             self.budget.loss_scale.load_state_dict(state["loss_scale"])
@@ -346,19 +346,19 @@ class Coordinator:
             hook.load_state_dict(state)
 
     def catch_up(self, seconds: float) -> None:
-        """Note that the run has trained for so long already, as lines of metrics show."""
+        """Set the training time so far to at least ``seconds``, from earlier lines of metrics."""
         self._seconds = max(self._seconds, seconds)
 
     def take_over(self, known: dict[str, Any], drawn: int, merged: MergedState) -> None:
-        """Continue from the :meth:`knowledge` of a former group; see :meth:`.Session.take_over`."""
+        """Continue from a previous group's :meth:`knowledge`; see :meth:`.Session.take_over`."""
         self.load_state_dict({**known, "drawn": drawn})
         self.suspended = known["suspended"]
-        if known["budget"]["total"] < self.plan.total:  # the loop has been left
+        if known["budget"]["total"] < self.plan.total:  # the loop has ended early
             self.budget.total = drawn
         self.resize(merged)
 
     def resize(self, merged: MergedState) -> None:
-        """Continue with another number of workers; after :meth:`load_state_dict`."""
+        """Continue with another number of workers; call after :meth:`load_state_dict`."""
         n = self._workers
         self._waiting, self._sent, self._steps = {}, {}, {}
         for worker, rank in enumerate(range(self._first_worker, self._transport.size)):

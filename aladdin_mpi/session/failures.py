@@ -1,4 +1,4 @@
-"""Ranks that fail while the others continue: what was lost with them."""
+"""Failures of ranks while others continue, and the resulting losses."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from aladdin_mpi.worker.role import Role
 
 
 class Failures:
-    """Rank 0's record of the ranks that have failed.
+    """Rank 0's record of failed ranks.
 
     Args:
-        moment: returns where the run is, such as its samples drawn.
+        moment: returns the run's position, such as its samples drawn.
     """
 
     def __init__(
@@ -35,8 +35,8 @@ class Failures:
         self._lost: set[int] = set()
         self._is_complete = False
         self.records: list[dict[str, Any]] = []
-        """A failure each: ``rank``, ``host``, ``what`` ("died" or "left out"), ``samples`` and
-        ``seconds`` of the run when it was noticed, and ``samples_lost``."""
+        """One for each failure: ``rank``, ``host``, ``what`` ("died" or "left out"), ``samples``
+        and ``seconds`` of the run when it was detected, and ``samples_lost``."""
         transport.on_failure(self._lose)
 
     def note_earlier(self) -> None:
@@ -45,10 +45,10 @@ class Failures:
             self._lose(rank)
 
     def take_over(self, losses: Sequence[Mapping[str, Any]]) -> None:
-        """Record the ranks whose loss has ended the former group.
+        """Record the ranks whose failure has ended the previous group.
 
         Each of ``losses`` has its ``rank`` in the job, its ``host``, ``what`` ("died" or "left
-        out"), and what is lost with it.
+        out"), and the numbers of samples and gradients lost with it.
         """
         for loss in losses:
             known = [each for each in self.records if each["rank"] == loss["rank"]]
@@ -59,7 +59,7 @@ class Failures:
             record |= {name: loss[name] for name in ("samples_lost", "gradients_lost")}
 
     def _record_coordinator(self, loss: Mapping[str, Any]) -> dict[str, Any]:
-        """Record the loss of a rank 0, which only its successor can do."""
+        """Record the failure of a rank 0, which only its successor can do."""
         transport, moment = self._transport, self._moment()
         fate = (
             "has stopped responding and was excluded"
@@ -76,7 +76,7 @@ class Failures:
         return record
 
     def complete(self) -> None:
-        """The model is complete at rank 0: no other rank is needed any more."""
+        """Note that the model is complete on rank 0, which needs no other rank any more."""
         self._is_complete = True
 
     def _lose(self, rank: int) -> None:
@@ -90,7 +90,7 @@ class Failures:
         event = f"has sent no heartbeat for {self._silence:g} s" if excluded else "has failed"
         what = f"rank {number} (host {host}) {event} at sample {moment['samples']}"
         workers = sum(each >= self._first_worker for each in surviving_ranks(self._transport))
-        self._check_goes_on(rank, what, workers)
+        self._check_can_continue(rank, what, workers)
         if self._transport.is_revoked(without=rank):
             prospect = "the surviving ranks form a new group"
         elif self._budget.used_up:
@@ -103,7 +103,7 @@ class Failures:
         self._open.append((rank, record))
         self.records.append(record)
 
-    def _check_goes_on(self, rank: int, what: str, workers: int) -> None:
+    def _check_can_continue(self, rank: int, what: str, workers: int) -> None:
         """Raise LostError if the run cannot continue without the rank."""
         if self._transport.is_revoked(without=rank):
             return
@@ -119,9 +119,9 @@ class Failures:
             raise LostError(f"{what}; no worker remains")
 
     def close(self, taken: list[dict[str, int] | None]) -> None:
-        """Count what was lost in the segment that is over.
+        """Count the losses of the segment that has ended.
 
-        ``taken`` is of each rank, if a server, the gradients that it has taken from failed ranks.
+        ``taken`` has for each rank, if it is a server, the gradients taken from failed ranks.
         """
         for rank, record in self._open:
             whole = [facts[str(rank)] for facts in taken if facts and str(rank) in facts]
@@ -131,17 +131,17 @@ class Failures:
 
     @property
     def samples(self) -> int:
-        """Samples lost in all."""
+        """Total of samples lost."""
         return sum(record.get("samples_lost", 0) for record in self.records)
 
     @property
     def gradients(self) -> int:
-        """Gradients of surviving workers which were lost when groups were revoked."""
+        """Gradients of surviving workers that were lost when groups were revoked."""
         return sum(record.get("gradients_lost", 0) for record in self.records)
 
 
 def record_losses(context: Context, role: Role, failures: Failures | None) -> None:
-    """At the end of a segment, on every rank: record what was lost with failed ranks in it."""
+    """Record, on every rank at the end of a segment, the losses with failed ranks."""
     transport, first = context.transport, context.servers
     if not transport.survives:
         return

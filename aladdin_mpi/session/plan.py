@@ -1,4 +1,4 @@
-"""A run in samples: its length, its milestones, and the ranks that it began with."""
+"""A run in samples: its length, its milestones, and its initial ranks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ class Origin:
     """The ranks of a run's last checkpoint, and earlier changes of their number.
 
     Attributes:
-        workers: of the checkpoint; of the run, where there is none.
-        servers: likewise.
+        workers: workers of the checkpoint, or of the run if it has no checkpoint.
+        servers: servers, likewise.
         past: periods with other numbers of workers.
-        schedule_step: samples after which a scheduler goes on, where the run has begun; else None.
-        begun: servers and workers that were asked for when they last changed by the user's will;
-            some may have been lost since.
+        schedule_step: samples between steps of a scheduler, if the run has started; else None.
+        begun: servers and workers last requested by the user; some may have failed since.
     """
 
     workers: int
@@ -32,24 +31,24 @@ class Origin:
 
     @property
     def first_workers(self) -> int:
-        """How many the run began with."""
+        """The initial number of workers."""
         return self.past[0].workers if self.past else self.workers
 
     def as_json(self, schedule_step: int) -> dict[str, Any]:
-        """For a checkpoint's manifest."""
+        """Return the entries for a checkpoint's manifest."""
         past = [period.taken for period in self.past]
         return {"past": past, "schedule_step": schedule_step, "begun": self.begun}
 
     def fits(self, servers: int, workers: int) -> bool:
-        """Whether a run of so many goes on with a checkpoint without being asked to resize."""
+        """Return whether a run with these ranks can resume a checkpoint without resizing."""
         return (servers, workers) in ((self.servers, self.workers), self.begun)
 
 
 def samples_of(options: RunOptions, epoch: int | None, workers: int) -> int | None:
-    """The length of a run in samples; None: it is unknown, as its epochs have no length.
+    """Return the length of a run in samples; None if its epochs have no known length.
 
-    A step keeps the size that it has with the ``workers`` that the run begins with, also when
-    their number changes: the run then has as many samples as before. An epoch has ``epoch``.
+    A step keeps the size for the initial number of ``workers`` when that number changes: the
+    run then has the same number of samples. An epoch has ``epoch``.
     """
     if options.samples is not None:
         return options.samples
@@ -67,19 +66,19 @@ def samples_of(options: RunOptions, epoch: int | None, workers: int) -> int | No
 
 
 CHECKPOINT_SECONDS = 600.0
-"""Between checkpoints, by default."""
+"""Default interval between checkpoints."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The run in samples: its length, an epoch, and how often something happens."""
+    """The run in samples: its length, an epoch, and the intervals of recurring actions."""
 
     total: int
     epoch: int
     step: int
-    """Of all workers that the run began with."""
+    """Samples of a step of all initial workers."""
     schedule_step: int
-    """After which a scheduler goes on."""
+    """Samples between steps of a scheduler."""
     log_every: int
     eval_every: int
     """0: only at the end."""
@@ -97,7 +96,7 @@ def make_plan(
     An epoch has ``epoch`` samples. Checkpoints are written after multiples of ``whole`` samples.
     """
     total = samples_of(options, epoch, origin.first_workers)
-    assert total is not None  # as the epoch's length is known
+    assert total is not None  # since the epoch's length is known
     step = options.step_size * origin.first_workers
     every, by_samples = options.checkpoint_every, 0.0
     by_seconds = CHECKPOINT_SECONDS if over_mpi else 0.0

@@ -1,8 +1,8 @@
-"""A checkpoint read by other numbers of workers and servers than those that wrote it.
+"""Reading a checkpoint with other numbers of workers and servers than those that wrote it.
 
-Rank 0 reads all parts, one after another, puts them together and gives the others what all need.
-What each worker has of its own besides (random numbers, buffers, the state of the user's loop)
-it reads itself, from the part of the former worker with its number.
+Rank 0 reads all parts, one after another, merges them and broadcasts what all ranks need.
+Each worker reads the rest of its state (random numbers, buffers, the training loop's state)
+from the part of the previous worker with its number.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.worker.role import SAMPLES, Role
 
 PIECE = 1 << 26
-"""Bytes that are sent at a time."""
+"""Bytes of one broadcast."""
 
 
 class StateAssembly:
-    """Merges the states of all ranks at rank 0, whose role knows how.
+    """Merge of the states of all ranks on rank 0, by the rules of its role.
 
-    Of a server that is lost the workers have the model, and a replica the rest.
+    For a lost server, the workers have the model, and a replica has the rest.
 
     Args:
-        part: returns a rank's state, called in their order; None: it is lost.
-        origin: of the ranks.
-        context: of this run.
-        role: rank 0's.
+        part: returns a rank's state, called in rank order; None for a lost one.
+        origin: the ranks that wrote the states.
+        context: context of this run.
+        role: rank 0's role.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class StateAssembly:
         self._model = torch.zeros(layout.numel, dtype=like.dtype, device=device)
 
     def merged(self) -> MergedState:
-        """All ranks of the checkpoint as one.
+        """Return the merged state of all ranks of the checkpoint.
 
         Raises:
             UserError: a part is missing or damaged, or the workers' states have no common value.
@@ -93,7 +93,7 @@ class StateAssembly:
         return merged
 
     def _servers(self) -> list[dict[str, Any] | None]:
-        """The servers' states less the model; None: it is lost."""
+        """Return the servers' states without the model; None for a lost server."""
         parts = [self._read(rank) for rank in range(self._origin.servers)]
         for server, part in enumerate(parts):
             if part is None:
@@ -104,14 +104,14 @@ class StateAssembly:
         return [None if part is None else part["role"] for part in parts]
 
     def _read(self, rank: int) -> dict[str, Any] | None:
-        """A rank's part, whose replicas are kept."""
+        """Return a rank's part, after storing its replicas."""
         part = self._part(rank)
         for buckets in {} if part is None else part.get("mirrors", {}).values():
             self._replicas |= buckets
         return part
 
     def _add_replicas(self, role: ServerAlgorithm, merged: dict[str, Any]) -> None:
-        """What only a lost server knew, from its replica: the optimizer's state, and a centre."""
+        """Restore a lost server's optimizer state, and a centre, from its replica."""
         for bucket in self._lost_buckets:
             replica = self._replicas.get(bucket.index)
             if replica is None:
@@ -121,7 +121,7 @@ class StateAssembly:
             role.put_replica(merged, replica["optimizer"], bucket, self._model)
 
     def _add_model(self, state: dict[str, Any], parameters: Tensor) -> None:
-        """A worker's model, as far as it makes up the global one: a weighted mean."""
+        """Add a worker's model to the weighted mean that forms the global model."""
         buckets: Sequence[Bucket] = self._layout.buckets
         weights = self._role.weights_in(state, len(buckets))
         if self._algorithm.holder == "servers":
@@ -135,9 +135,9 @@ class StateAssembly:
 
 
 def taken(merged: MergedState) -> tuple[int | None, ...]:
-    """Samples that each worker has taken; None: it has failed, and nothing is known of it.
+    """Return the samples taken by each worker; None for a failed one if unknown.
 
-    A failed worker has taken all that were granted to it. Some may be lost with it, but the
+    A failed worker counts as having taken all samples granted to it. Some may be lost, but the
     budget does not grant them again.
     """
     granted: Sequence[int | None] = merged.granted or [None] * len(merged.counts)
@@ -148,7 +148,7 @@ def taken(merged: MergedState) -> tuple[int | None, ...]:
 
 
 def share(transport: Transport, merged: MergedState | None) -> MergedState:
-    """Rank 0's, at every rank."""
+    """Broadcast rank 0's merged state."""
     data = torch.empty(0, dtype=torch.uint8)
     if merged is not None:
         data = packed(vars(merged))
@@ -157,12 +157,12 @@ def share(transport: Transport, merged: MergedState | None) -> MergedState:
         data = torch.empty(size, dtype=torch.uint8)
     for start in range(0, size, PIECE):
         broadcast_tensor(transport, data[start : start + PIECE], 0)
-    # Rank 0's own, too: ranks of one process must not share what they change.
+    # Rank 0's copy too, as ranks of one process must not share what they change.
     return MergedState(**unpacked(data))
 
 
-def tell(algorithm: Algorithm, before: Origin, now: Origin, lr: LearningRate) -> None:
-    """Tell the user of a change of the number of ranks."""
+def report_resize(algorithm: Algorithm, before: Origin, now: Origin, lr: LearningRate) -> None:
+    """Print a change of the number of ranks for the user."""
     was = replace(lr, workers=before.workers).scale
     rate = f"is multiplied by {lr.scale:.4g} instead of {was:.4g}"
     ranks = [describe_ranks(each.workers, each.servers) for each in (now, before)]
@@ -176,6 +176,6 @@ def tell(algorithm: Algorithm, before: Origin, now: Origin, lr: LearningRate) ->
 
 
 def describe_ranks(workers: int, servers: int) -> str:
-    """Return their numbers in words."""
+    """Return the numbers of workers and servers as text."""
     beside = f" and {servers} server{'s' * (servers > 1)}" if servers else ""
     return f"{workers} worker{'s' * (workers > 1)}{beside}"

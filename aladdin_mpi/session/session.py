@@ -1,8 +1,8 @@
-"""One rank's training: a row of segments, between which nothing is in flight.
+"""One rank's training: a sequence of segments, between which nothing is in flight.
 
-The algorithm's code knows nothing of checkpoints: it trains until no more samples
-are granted and leaves nothing in flight. What follows a checkpoint therefore
-depends on the saved state alone, and a resumed run continues as the uninterrupted one.
+The algorithm's code is unaware of checkpoints: it trains until no more samples are
+granted, and leaves nothing in flight. The training after a checkpoint therefore depends
+only on the saved state, and a resumed run continues like an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from aladdin_mpi.worker.step import Compute
 from aladdin_mpi.worker.worker import RandomState
 
 SETTLE_SECONDS = 1.0
-"""Virtual time for the messages around a checkpoint, and for a resumed run's set-up."""
+"""Simulated time for the messages at a checkpoint, and for the set-up of a resumed run."""
 STAGGER_SECONDS = 1e-6
-"""Virtual time between two ranks' starts: their order must not be left to chance."""
+"""Simulated time between two ranks' starts, which makes their order deterministic."""
 
 
 class LocalState:
     """One rank's random state and buffers, and the ``user``'s own state, for checkpoints.
 
-    If several ranks share this process, as in virtual time, each computes with a random state of
-    its own.
+    If several ranks share this process, as in simulations, each computes with its own random
+    state.
     """
 
     def __init__(self, context: Context, user: dict[str, Any]) -> None:
@@ -51,24 +51,24 @@ class LocalState:
         self._random = RandomState(self._device)
 
     def share_buffers(self, state: dict[str, Any]) -> None:
-        """Take the buffers alone of a state from :meth:`state_dict`."""
+        """Restore only the buffers of a state from :meth:`state_dict`."""
         for buffer, saved in zip(self._replica.buffers(), state["buffers"], strict=True):
             buffer.copy_(saved)
 
     def seed(self, number: int) -> None:
-        """Begin with this seed."""
+        """Start with this seed."""
         if is_accelerator(self._device):
             torch.manual_seed(number)
-        else:  # which would look for accelerators, and keep the stack for each
+        else:  # torch.manual_seed() would look for accelerators, and keep the stack for each
             torch.default_generator.manual_seed(number)
         self._random.keep()
 
     def computing(self, compute: Compute) -> Compute:
-        """``compute``, with this rank's random state."""
+        """Return ``compute``, using this rank's random state."""
         return self._random.during(compute) if self._shared else compute
 
     def state_dict(self) -> dict[str, Any]:
-        """The state between two segments."""
+        """Return the state between two segments."""
         if not self._shared:
             self._random.keep()
         _check_plain(self._user, "run.state")
@@ -91,17 +91,17 @@ class LocalState:
 
 @dataclass(eq=False)
 class Session:
-    """Runs a rank's role segment by segment. What else belongs to a run is a hook.
+    """Segment-by-segment execution of a rank's role; hooks do everything else in a run.
 
     Attributes:
-        coordinator: at rank 0.
+        coordinator: the coordinator, on rank 0.
         hooks: called in this order.
-        origin: who has trained so far.
-        began_at: samples that all had drawn when the present segment began.
-        computed_before: samples that this worker had computed by then.
+        origin: the ranks that have trained so far.
+        began_at: samples drawn by all ranks when the current segment started.
+        computed_before: samples computed by this worker by then.
         over: whether the budget is used up.
         suspended: the signal that ended the run before that, on every rank; 0: none.
-        closed_by: the rank that has closed the run, on every rank; None: none has.
+        closed_by: the rank that has closed the run, on every rank; None: not closed.
     """
 
     context: Context
@@ -118,14 +118,14 @@ class Session:
         self.suspended = 0
         self.closed_by: int | None = None
         self._transport = self.context.transport
-        # That of the set-up is not waiting in training.
+        # Waiting during set-up does not count as waiting in training.
         self._transport.traffic.waiting, self._transport.traffic.bytes_sent = 0.0, 0
         self._counted = (0.0, 0)
         self._drawn = 0
         self._moment = 0.0
 
     def run(self) -> None:
-        """Train until the budget is used up, or the coordinator ends the run for a signal."""
+        """Train until the budget is used up, or the coordinator ends the run."""
         while not (self.over or self.suspended or self.closed_by is not None):
             self._start_together()
             for hook in self.hooks:
@@ -141,7 +141,7 @@ class Session:
                 for hook in self.hooks:
                     hook.on_settled(end, self.coordinator)
             if end.lost is not None and not end.ends_run:
-                # Its share of the data goes to those who are left, while nothing is in flight.
+                # Its share of the data is redistributed among surviving ranks.
                 self._mark_beginning()
                 raise RankLostError(end.lost)
 
@@ -151,7 +151,7 @@ class Session:
             hook.on_end(ending)
 
     def _settle(self) -> SegmentEnd:
-        """Agree on where the run is."""
+        """Agree with all ranks on the run's position."""
         transport, coordinator = self._transport, self.coordinator
         barrier(transport)
         failures = None if coordinator is None else coordinator.failures
@@ -169,12 +169,12 @@ class Session:
         self._drawn, self.over, self.suspended = end.drawn, end.is_last, end.suspended
         self.closed_by, self._moment = end.closed_by, end.moment
         if transport.models_time:
-            # A worker's last report may come after the barrier: it belongs to the checkpoint.
+            # A worker's last report may arrive after the barrier; the checkpoint must include it.
             transport.sleep(until=self._moment)
         return end
 
     def _start_together(self) -> None:
-        """Start when all are ready; in virtual time, when a resumed run starts as well."""
+        """Start when all ranks are ready; in simulations at the same time as a resumed run."""
         transport = self._transport
         if transport.simulation is None:
             with self.uncounted():
@@ -191,7 +191,7 @@ class Session:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Exclude the block's waiting and sending, which is done between segments."""
+        """Exclude waiting and sending in the block, between segments, from the counters."""
         traffic = self._transport.traffic
         self._counted = traffic.waiting, traffic.bytes_sent
         yield
@@ -214,20 +214,20 @@ class Session:
         return self.role.doubt() or _not_finite(state["role"])
 
     def part(self) -> dict[str, Any]:
-        """Return what others need of this rank's state if the segment cannot be ended."""
+        """Return the part of this rank's state that others need if the segment cannot be ended."""
         waiting, sent = self._transport.traffic.waiting, self._transport.traffic.bytes_sent
         return {"role": self.role.state_dict(), "waiting": waiting, "bytes_sent": sent}
 
     @property
     def ended_at(self) -> int | None:
-        """The samples of a run whose training is over; None: it is not."""
+        """Final number of samples; None if training is not over."""
         return self._drawn if self.over else None
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Restore the state that a checkpoint holds for this rank.
+        """Restore this rank's state from a checkpoint.
 
-        A rank that had failed when it was written starts with new state; rank 0 never has. In
-        the data it continues after the samples that had been granted to it.
+        A rank that had failed when it was written starts with a new state; rank 0 never has. Its
+        data continue after the samples that had been granted to it.
         """
         granted = self._continue_from(state)
         if self.coordinator is not None and granted is not None:
@@ -244,7 +244,7 @@ class Session:
         self.local.load_state_dict(state["local"])
 
     def _continue_from(self, state: dict[str, Any] | None) -> list[int] | None:
-        """Continue from the moment that rank 0's part of a checkpoint names.
+        """Continue from the position in rank 0's part of a checkpoint.
 
         Returns the samples granted to each rank; None: an earlier version wrote the checkpoint.
         """
@@ -258,9 +258,9 @@ class Session:
         return granted
 
     def resize(self, state: dict[str, Any] | None, merged: MergedState, origin: Origin) -> None:
-        """Continue from a checkpoint of other numbers of ranks, which ``merged`` has as one.
+        """Continue from a checkpoint of other numbers of ranks, merged into ``merged``.
 
-        ``state`` is its rank 0's, at rank 0; ``origin`` that of the run from here on.
+        ``state`` is the state of its rank 0, on rank 0; ``origin`` that of the run from here on.
         """
         self.origin = origin
         self._continue_from(state)
@@ -277,14 +277,14 @@ class Session:
         known: dict[str, Any] | None = None,
         losses: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Continue where a former group was revoked.
+        """Continue after a previous group was revoked.
 
         Args:
-            drawn: the samples that its ranks have drawn and not given back.
-            merged: its ranks, put together.
-            origin: of the run from here on.
-            known: its coordinator's knowledge, at rank 0.
-            losses: likewise, see :meth:`.Failures.take_over`.
+            drawn: the samples that its ranks have drawn and not returned.
+            merged: merged state of its ranks.
+            origin: origin of the run from here on.
+            known: its coordinator's knowledge, on rank 0.
+            losses: on rank 0, see :meth:`.Failures.take_over`.
         """
         transport = self._transport
         self.origin = origin
@@ -305,21 +305,21 @@ class Session:
 
 
 def _not_finite(state: Any, name: str = "") -> str:
-    """What in a role's state is not finite, or nothing."""
+    """Return a description of the first value that is not finite in a role's state, or ""."""
     if isinstance(state, Tensor):
-        sound = not state.is_floating_point() or is_finite(state)
-        return "" if sound else f"the state of a rank is not finite:{name}"
+        is_valid = not state.is_floating_point() or is_finite(state)
+        return "" if is_valid else f"the state of a rank is not finite:{name}"
     items = state.items() if isinstance(state, dict) else ()
     return next(filter(None, (_not_finite(value, f"{name} {key}") for key, value in items)), "")
 
 
 def traffic_in(part: Mapping[str, Any]) -> dict[str, Any]:
-    """What a rank's part of a checkpoint, or :meth:`Session.part`, says of its messages."""
+    """Return the traffic totals in a rank's part of a checkpoint or in :meth:`Session.part`."""
     return {name: part.get(name, 0) for name in ("waiting", "bytes_sent")}
 
 
 def _check_plain(value: object, place: str) -> None:
-    """Raise UserError if a checkpoint, which holds no code, cannot hold ``value``."""
+    """Raise UserError if a checkpoint, which contains no code, cannot store ``value``."""
     if isinstance(value, dict):
         for key, each in value.items():
             _check_plain(each, f"{place}[{key!r}]")

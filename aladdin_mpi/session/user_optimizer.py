@@ -1,4 +1,4 @@
-"""A run's optimizer, if it is not the built-in momentum SGD, checked before it is used."""
+"""Validation of a run's optimizer, if it is not the built-in momentum SGD."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from aladdin_mpi.optimizers.script_access import ScriptAccess, hyperparameters
 from aladdin_mpi.options.run import RunOptions
 
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-Asked = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Factory
+OptimizerInput = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Factory
 """An optimizer, several of one kind for parts of a model, or a function that makes one."""
 IN_THE_OPTIMIZER = ("lr", "momentum", "nesterov", "weight_decay", "lr_scaling")
 IN_THE_SCHEDULE = ("lr_schedule", "warmup_epochs", "lr_steps", "lr_decay")
 AS_GIVEN: dict[str, Any] = {"lr_scaling": "none", "lr_schedule": "constant", "warmup_epochs": 0.0}
-"""Settings of a run whose optimizer already has its rates."""
+"""Settings of a run whose optimizer already includes its rates."""
 
 
 @dataclass(frozen=True)
 class UserOptimizer:
-    """An optimizer for a module's parameters, the script's objects behind it, and its scheduler."""
+    """An optimizer for a module's parameters, the underlying script objects, and its scheduler."""
 
     given: torch.optim.Optimizer
     access: ScriptAccess
     scheduler: LRScheduler | None = None
 
     def describe(self) -> str:
-        """Return what all ranks, and a resumed run, must have in common."""
+        """Return a description that must be equal on all ranks and in a resumed run."""
         groups = [
             f"{len(group['params'])} parameters, "
             + ", ".join(f"{name} {value}" for name, value in hyperparameters(group).items())
@@ -45,7 +45,7 @@ class UserOptimizer:
         return f"{type(self.given).__name__}: {'; '.join(groups)}; scheduler {kind}"
 
     def describe_state(self) -> str:
-        """Return for how many parameters the optimizer has an initial state."""
+        """Return the number of parameters with an initial optimizer state."""
         parameters = [p for group in self.given.param_groups for p in group["params"]]
         return f"of {sum(bool(self.given.state.get(p)) for p in parameters)} parameters"
 
@@ -54,7 +54,7 @@ def settings_for(optimizer: object, schedule: object, given: Collection[str]) ->
     """Return the settings that follow from an optimizer object.
 
     Raises:
-        UserError: a setting was given that the optimizer or the schedule decides.
+        UserError: a setting was passed that the optimizer or the schedule determines.
     """
     for value, names, other, holder in (
         (optimizer, IN_THE_OPTIMIZER, "optimizer", "the optimizer's groups"),
@@ -76,7 +76,7 @@ def settings_for(optimizer: object, schedule: object, given: Collection[str]) ->
 def resolve(
     module: nn.Module,
     options: RunOptions,
-    optimizer: Asked | None,
+    optimizer: OptimizerInput | None,
     scheduler: LRScheduler | None,
 ) -> UserOptimizer | None:
     """Return the run's optimizer; None: the built-in one.
@@ -108,7 +108,7 @@ def resolve(
 
 
 def _joined(several: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    """Return one with the groups of all, as for a generator and a discriminator."""
+    """Return one optimizer with all groups, as for a generator and a discriminator."""
     kinds = {type(each).__name__ for each in several}
     if len(kinds) != 1 or not all(isinstance(each, torch.optim.Optimizer) for each in several):
         raise UserError(
@@ -122,7 +122,7 @@ def _joined(several: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
 
 
 def _named(module: nn.Module, options: RunOptions) -> torch.optim.Optimizer | None:
-    """Return the one that ``--optimizer`` names; None for plain momentum SGD."""
+    """Return the optimizer named by ``--optimizer``; None for plain momentum SGD."""
     by_pattern = options.lr_factors or options.decay_factors
     if options.optimizer == "sgd" and not by_pattern and not options.optimizer_options:
         return None

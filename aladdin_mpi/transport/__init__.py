@@ -1,1 +1,1 @@
-"""How bytes move and time passes: one interface, two engines."""
+"""Messages and time: one interface, with engines for MPI and for simulations."""

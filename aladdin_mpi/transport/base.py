@@ -1,4 +1,4 @@
-"""The interface between algorithms and the two engines: four protocols that make a transport."""
+"""The interface between algorithms and the two engines: four protocols form a transport."""
 
 # Engines implement the methods marked as primitive, which are empty here.
 # mypy: disable-error-code="empty-body"
@@ -19,26 +19,26 @@ from torch import Tensor
 from aladdin_mpi.errors import PeerFailedError
 
 ANY_SOURCE = -1
-"""Receive from whichever rank sends first with the given tag."""
+"""Receive from any rank, the message with the given tag that is sent first."""
 EVENT_POLL = 0.0001
-"""Seconds between two looks at an event."""
+"""Seconds between two polls of an event."""
 
 Sendable = Tensor | Sequence[float]
-"""What a message is made of: a tensor, or numbers."""
+"""The contents of a message: a tensor, or numbers."""
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 Handler = Callable[[int, Any], None]
-"""Called as ``handler(source, message)`` when a registered message arrives; the message is a
+"""Function called as ``handler(source, message)`` on arrival of a registered message, which is a
 ``uint8`` tensor, or a sequence of floats for a handler of numbers."""
 IdleUntil = Callable[[], "Sequence[Request] | None"]
-"""Return requests of which one has to end before there is something to do; None: there is now."""
+"""Function that returns requests one of which must end before there is work; None: work now."""
 
 
 class WaitSet:
-    """Requests by name, of which :meth:`wait` finds the one that was done first.
+    """Requests by name; :meth:`wait` returns the one that was completed first.
 
-    The same as the transport's ``wait_any`` over a list in which one request is replaced at a
-    time. An engine may have a set of its own, whose waits do not look at every request.
+    Equivalent to the transport's ``wait_any`` over a list in which one request is replaced at a
+    time. An engine may have its own set, whose waits do not examine every request.
     """
 
     def __init__(self, wait_any: Callable[[Sequence[Request]], int]) -> None:
@@ -46,41 +46,41 @@ class WaitSet:
         self._wait_any = wait_any
 
     def put(self, name: int, request: Request) -> None:
-        """Wait for ``request`` from now on, under this name, and not for the one before it."""
+        """Wait for ``request`` from now on, in place of the previous one of this name."""
         self.requests[name] = request
 
     def drop(self, name: int) -> None:
-        """Wait no more for the request of this name."""
+        """Stop waiting for the request of this name."""
         del self.requests[name]
 
     def ended(self) -> list[int]:
-        """The names of those known to have ended."""
+        """Return the names of the requests known to have ended."""
         return [name for name, request in self.requests.items() if request.done]
 
     def wait(self) -> int:
-        """Wait until one is done; the name of the first. It stays until it is replaced.
+        """Wait until one is done; return the name of the first, which stays until it is replaced.
 
         Raises:
-            PeerFailedError, WaitTimeoutError: as ``wait_any`` does.
+            PeerFailedError, WaitTimeoutError: see ``wait_any``.
         """
         first = self._wait_any(list(self.requests.values()))
         return list(self.requests)[first]
 
 
 class Event(Protocol):
-    """Something that happens outside the transport, such as a CUDA event."""
+    """An event outside the transport, such as a CUDA event."""
 
     def query(self) -> bool:
-        """Return whether it has happened."""
+        """Return whether the event has occurred."""
 
 
 class Request:
-    """An operation under way.
+    """An operation in progress.
 
     ``done`` is set when it has ended; ``source`` and ``nbytes`` then describe a received message,
-    and ``order`` grows with every completion on this rank: the order of arrival. ``failed`` is the
-    failed rank at the other end, if that is how the operation ended. ``numbers`` are the numbers
-    sent, if an engine hands them over directly and not in ``buffer``.
+    and ``order`` increases with every completion on this rank: the order of arrival. ``failed`` is
+    the failed peer, if the operation ended because of its failure. ``numbers`` are the numbers
+    sent, if an engine passes them directly instead of in ``buffer``.
     """
 
     __slots__ = ("buffer", "done", "failed", "nbytes", "numbers", "order", "source", "what")
@@ -100,7 +100,7 @@ class Request:
 
 
 def numbers_of(receive: Request) -> Sequence[float]:
-    """Return the numbers that a receive has received."""
+    """Return the numbers of a completed receive."""
     if receive.numbers is not None:
         return receive.numbers
     assert receive.buffer is not None
@@ -109,7 +109,7 @@ def numbers_of(receive: Request) -> Sequence[float]:
 
 
 def as_tensor(buffer: Sendable) -> Tensor:
-    """Return a tensor as it is, and numbers as a tensor in float64."""
+    """Return a tensor unchanged, and numbers as a float64 tensor."""
     if isinstance(buffer, Tensor):
         return buffer
     # Takes half the time of torch.tensor(), and every message of a model has a header.
@@ -122,7 +122,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
     if not tensor.numel():
         return torch.empty(0, dtype=torch.uint8)  # its strides may not allow the view
     if is_plain(tensor):
-        # As most are: every view takes a microsecond.
+        # The usual case, without further views, which take a microsecond each.
         return tensor if tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
     return tensor.detach().view(-1).view(torch.uint8)
 
@@ -133,7 +133,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def first_done(requests: Sequence[Request]) -> int:
-    """Return the index of the request that was done first, or -1."""
+    """Return the index of the request that was completed first, or -1."""
     first = -1
     for index, request in enumerate(requests):
         if request.done and (first < 0 or request.order < requests[first].order):
@@ -142,13 +142,13 @@ def first_done(requests: Sequence[Request]) -> int:
 
 
 def reading_numbers(handler: Handler) -> Handler:
-    """Return a handler of bytes that calls ``handler`` with the numbers that they hold."""
+    """Return a handler of bytes that calls ``handler`` with the numbers in them."""
     return lambda source, message: handler(source, message.view(torch.float64).tolist())
 
 
 @dataclass
 class Traffic:
-    """Running totals of one rank. Times in seconds, sizes in bytes.
+    """Running totals of one rank, in seconds and bytes.
 
     ``waiting`` is the time that this rank spent blocked in ``wait`` and ``wait_any``.
     """
@@ -163,7 +163,7 @@ class Traffic:
 def primitive(method: F) -> F:
     """Mark a method that every engine implements and that a wrapper forwards.
 
-    An abstract method, except to type checkers: a wrapper's are defined at import
+    It is an abstract method except to type checkers: a wrapper's are defined at import
     (:mod:`.wrapper`). Methods without this mark are built on primitives.
     """
     return abstractmethod(method)
@@ -172,54 +172,54 @@ def primitive(method: F) -> F:
 class PointToPoint(ABC):
     """Messages between two ranks.
 
-    Buffers are contiguous CPU tensors of any dtype. They must not be changed from the call that
-    names them until the request is done. Messages between two ranks with one tag arrive in the
-    order in which they were sent. A receive buffer may be larger than its message. Several
-    receives may be posted for one (source, tag); they are filled in the order of posting.
+    Buffers are contiguous CPU tensors of any dtype. They must not be changed between the call
+    and the end of the request. Messages between two ranks with one tag arrive in sending order.
+    A receive buffer may be larger than its message. Several receives may be posted for one
+    (source, tag); they are filled in the order of posting.
     """
 
     traffic: Traffic
     needs_memory: bool
-    """Whether buffers must have memory; otherwise tensors of the device "meta" are sent too."""
+    """Whether buffers must have memory; otherwise "meta" tensors can be sent too."""
     progresses: bool
-    """Whether messages move, and are handled, while the rank computes."""
+    """Whether messages progress, and are handled, while the rank computes."""
 
     @primitive
     def isend(self, buffer: Sendable, dest: int, tag: int, after: Event | None = None) -> Request:
-        """Start to send all bytes of ``buffer``; with ``after``, once that has happened.
+        """Start to send all bytes of ``buffer``, once the event ``after``, if any, has occurred.
 
-        Never waits. Sends of one tag to one rank leave in the order of the calls.
+        Never blocks. Sends with one tag to one rank are sent in the order of the calls.
 
         Args:
-            buffer: a tensor; or numbers, which are sent in float64 to a receive of at least as
-                many and which :func:`numbers_of` reads there.
+            buffer: a tensor; or numbers, which are sent in float64 to a receive with room for at
+                least as many, and which :func:`numbers_of` reads there.
             dest: the receiving rank.
-            tag: of the message.
-            after: an event before which the buffer does not hold its values.
+            tag: tag of the message.
+            after: event after which the buffer contains its values.
         """
 
     @primitive
     def irecv(self, buffer: Tensor, source: int, tag: int) -> Request:
-        """Post a receive into ``buffer``. Never waits."""
+        """Post a receive into ``buffer``. Never blocks."""
 
     @primitive
     def test(self, request: Request) -> bool:
         """Return whether ``request`` is done.
 
         Raises:
-            PeerFailedError: it ended because the rank at the other end failed.
+            PeerFailedError: it ended because its peer failed.
         """
 
     @primitive
     def wait_any(self, requests: Sequence[Request], timeout: float | None = None) -> int:
-        """Wait until one is done; return the index of the one that was done first.
+        """Wait until one is done; return the index of the one that was completed first.
 
-        Requests that are done already count. ``timeout`` in seconds replaces the
-        transport's own; returns -1 when a ``timeout`` given here runs out.
+        Requests that are already done count too. ``timeout`` in seconds replaces the
+        transport's; if it expires, -1 is returned.
 
         Raises:
             PeerFailedError: the first to end ended because its peer failed.
-            WaitTimeoutError: nothing happened within the transport's timeout.
+            WaitTimeoutError: nothing ended within the transport's timeout.
         """
 
     def wait(self, *requests: Request) -> None:
@@ -233,41 +233,41 @@ class PointToPoint(ABC):
 
     @primitive
     def cancel(self, request: Request) -> None:
-        """Cancel a posted receive that no message has matched yet."""
+        """Cancel a posted receive, unless a message has matched it."""
 
     @primitive
     def abandon(self, target: Request | range) -> None:
-        """End operations whose other end may never come; their memory is not used again.
+        """End operations that may never complete; their memory is not reused.
 
-        Handlers may call it: a wait for such a request ends.
+        Handlers may call it: waits for such requests end.
 
         Args:
-            target: a send or a receive; or a range of tags, whose sends and receives all end and
-                whose messages are not handled any more, for a revoked group of ranks.
+            target: a send or a receive; or a range of tags of a revoked group, whose sends and
+                receives all end and whose messages are no longer handled.
         """
 
     @primitive
     def exclude_from_traffic(self, *tags: int) -> None:
-        """Leave messages of these tags out of ``traffic``; in virtual time they take no bandwidth.
+        """Exclude messages with these tags from ``traffic``; simulated ones use no bandwidth.
 
-        For messages that only measure a run. The sender must call it before it sends the first.
+        For messages that only measure a run. The sender must call it before sending the first.
         """
 
     @primitive
     def on_message(
         self, tag: int, nbytes: int, handler: Handler, *, as_numbers: bool = False
     ) -> None:
-        """Call ``handler`` for every message of ``tag``, even while the rank computes.
+        """Call ``handler`` for every message with ``tag``, even while the rank computes.
 
         The handlers of one rank run one at a time, never inside :meth:`atomic` of another thread
         of the rank. They must not wait; they may call :meth:`isend` and :meth:`Clock.now`.
 
         Args:
-            tag: of the messages.
-            nbytes: longest message.
+            tag: tag of the messages.
+            nbytes: size of the longest message.
             handler: called with the source and the message, a ``uint8`` tensor that is reused
                 after the handler returns.
-            as_numbers: hand over the numbers that :meth:`isend` was called with instead.
+            as_numbers: pass the numbers given to :meth:`isend` instead.
         """
 
     @primitive
@@ -278,34 +278,34 @@ class PointToPoint(ABC):
     def when_done(self, operation: Request | Event, action: Callable[[], None]) -> None:
         """Call ``action`` once, as a handler, soon after ``operation`` has ended.
 
-        Even while the rank computes, so that one collective can follow another, or a copy from a
+        Also while the rank computes, so that a collective can follow another one or a copy from a
         device: unlike other handlers it may start collectives. ``operation`` may have ended
-        already, or end because its peer failed.
+        already, or may end because its peer failed.
         """
 
 
 class Collectives(ABC):
-    """Operations that every rank calls in the same order."""
+    """Operations that all ranks call in the same order."""
 
     has_collectives: bool
     """Whether the engine's collectives are available; they need all ranks of the job."""
 
     @primitive
     def ibarrier(self) -> Request:
-        """Done when every rank has called it."""
+        """Start a barrier, done once every rank has called it."""
 
     @primitive
     def ibroadcast(self, buffer: Tensor, root: int) -> Request:
-        """Copy ``buffer`` of ``root`` into every rank's."""
+        """Copy ``buffer`` of ``root`` to all ranks."""
 
     @primitive
     def iallreduce(self, buffer: Tensor, total: Tensor | None = None) -> Request:
-        """Put the sum of ``buffer`` over all ranks into ``total``; fp32, fp64 or int64.
+        """Write the sum of ``buffer`` over all ranks to ``total``; fp32, fp64 or int64.
 
         Args:
-            buffer: must not be changed until the request is done; its contents are undefined
-                then, unless there is no ``total``.
-            total: of the same length and dtype, which spares MPI a copy; None: ``buffer``.
+            buffer: must not be changed before the request is done; its contents are undefined
+                then, if ``total`` is given.
+            total: tensor of the same length and dtype, which saves MPI a copy; None: ``buffer``.
 
         Raises:
             TypeError: for half precision, which MPI does not sum correctly.
@@ -317,11 +317,11 @@ class Collectives(ABC):
 
     @primitive
     def ialltoall(self, buffer: Tensor, received: Tensor) -> Request:
-        """Send the i-th of ``size`` equal parts to rank i; receive likewise."""
+        """Send the i-th of ``size`` equal parts to rank i, and receive likewise."""
 
 
 class Clock(ABC):
-    """Real or virtual time."""
+    """Real or simulated (virtual) time."""
 
     models_time: bool
     """Whether time is virtual: messages and ``sleep`` take time, and computing takes none."""
@@ -332,99 +332,99 @@ class Clock(ABC):
 
     @primitive
     def sleep(self, seconds: float = 0.0, *, until: float | None = None) -> None:
-        """Let time pass as computing does: messages move at the same time.
+        """Let time pass as during computation: messages move at the same time.
 
         Args:
             seconds: duration.
-            until: sleep until ``now()`` is this instead; in virtual time exactly this.
+            until: sleep until ``now()`` has this value instead; exactly this in simulations.
         """
 
 
 class FailureDetector(ABC):
-    """The ranks that have failed, and what follows from that."""
+    """Failed ranks, and callbacks for failures."""
 
     survives: bool
-    """Whether the surviving ranks are notified of a failure and can continue."""
+    """Whether surviving ranks are notified of a failure and can continue."""
 
     @property
     @primitive
     def failed(self) -> frozenset[int]:
-        """The ranks known to have failed, and those excluded."""
+        """The ranks known to have failed, including excluded ones."""
 
     @property
     @primitive
     def excluded(self) -> frozenset[int]:
-        """Those of ``failed`` that may be alive, but have sent no heartbeat for too long."""
+        """The ranks in ``failed`` that may still run, but whose heartbeat has timed out."""
 
     @primitive
     def exclude(self, rank: int) -> None:
-        """Treat ``rank`` as failed from now on, though it may be alive.
+        """Treat ``rank`` as failed from now on, although it may still run.
 
-        Nothing is sent to it or received from it any more. The other ranks have to do the same.
+        No messages are exchanged with it any more. All other ranks must exclude it too.
         """
 
     @primitive
     def on_failure(self, action: Callable[[int], None]) -> None:
         """Call ``action``, as a handler, with every rank that fails from now on.
 
-        Operations with that rank have ended by then, with :class:`PeerFailedError`; so has every
-        collective, which needs all ranks.
+        By then, operations with that rank have ended with :class:`PeerFailedError`, as have all
+        collectives, which need all ranks.
         """
 
     @primitive
     def is_revoked(self, without: int | None = None) -> bool:
-        """Return whether a rank has failed that these ranks need, so that every wait ends.
+        """Return whether a rank needed by this transport has failed, so that every wait ends.
 
         Args:
-            without: a rank; return whether its failure revokes this transport, after which the
-                surviving ranks form a new group (see :mod:`.group`).
+            without: a rank; return whether its failure would revoke this transport, after which
+                the surviving ranks form a new group (see :mod:`.group`).
         """
 
 
 class Transport(PointToPoint, Collectives, Clock, FailureDetector):
-    """One rank's connection to the others."""
+    """One rank's connection to the other ranks."""
 
     rank: int
     size: int
     host: int
-    """The number of this rank's host."""
+    """The index of this rank's host."""
     hosts: Sequence[int]
-    """For every rank the number of its host, counted from 0."""
+    """For every rank the index of its host."""
     host_names: Sequence[str]
     """For every rank the name of its host."""
     original_ranks: Sequence[int]
-    """For every rank its number in the job, which is the one that users know."""
+    """For every rank its number in the job, as shown to users."""
     engine: str
-    """``"mpi"`` or ``"virtual"``, for reports; the other attributes say what it can do."""
+    """``"mpi"`` or ``"virtual"``, for reports; the other attributes describe capabilities."""
     shares_process: bool
     """Whether all ranks are in one process, with one set of signals, random states and devices."""
     simulation: Simulation | None
-    """What only a simulation offers."""
+    """Operations that only a simulation has; None over MPI."""
     meets: bool
     """Whether all ranks are in the simulation and can call :meth:`Simulation.meet`."""
     poll_hooks: PollHooks | None
-    """Functions called after each poll; None: nothing is polled."""
+    """Functions called after each poll; None if the engine does not poll."""
 
     @primitive
     def close(self, status: int = 0) -> None:
-        """Complete or cancel what is under way and stop. Every rank has to call it once.
+        """Complete or cancel operations in progress, and stop. Every rank has to call it once.
 
-        ``status`` is the exit status of the program, which ends next.
+        ``status`` is the exit status of the program, which ends after it.
         """
 
 
-# -- what only one engine has ------------------------------------------------------------------
+# -- specific to one engine ------------------------------------------------------------------
 class Simulation(Protocol):
-    """What ranks can do that share a process and a virtual clock."""
+    """Operations of ranks that share a process and a virtual clock."""
 
     def meet(self, fact: Any) -> list[Any]:
-        """Return all ranks' ``fact`` by rank, when all have called it: no messages, no time."""
+        """Return all ranks' ``fact`` by rank, once all have called it; no messages, no time."""
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what ``make`` returned to the first rank that called it with this key."""
+        """Call ``make`` on the first rank with this key; return its result on all ranks."""
 
     def charge_memory(self, nbytes: int) -> None:
-        """Let the time pass that it takes to read or write ``nbytes`` of a message in memory."""
+        """Let the time pass for reading or writing ``nbytes`` of a message in memory."""
 
     def sleep_between(
         self,
@@ -432,19 +432,19 @@ class Simulation(Protocol):
         action: Callable[[int], None],
         idle_until: IdleUntil | None = None,
     ) -> None:
-        """See :func:`sleep_between`."""
+        """Implement :func:`sleep_between` for simulations."""
 
     def reseed(self, *key: int) -> None:
-        """Start the random numbers of all ranks anew from the seed and ``key``."""
+        """Reset the random numbers of all ranks from the seed and ``key``."""
 
 
 class PollHooks(Protocol):
-    """Functions that check for something outside the transport, such as signals."""
+    """Functions that check for events outside the transport, such as signals."""
 
     def watch(self, look: Callable[[], None]) -> None:
         """Call ``look`` after each poll, also while the rank computes.
 
-        Any thread may call it. It must be quick, and may do what a handler may.
+        Any thread may call it. It must be fast, and may do anything that a handler may.
         """
 
     def unwatch(self, look: Callable[[], None]) -> None:
@@ -452,19 +452,19 @@ class PollHooks(Protocol):
 
 
 def once(transport: Transport, key: Hashable, make: Callable[[], T]) -> T:
-    """Return what ``make`` returns, which ranks that share a process call once for all."""
+    """Return ``make()``, called once for all ranks that share a process."""
     return make() if transport.simulation is None else transport.simulation.once(key, make)
 
 
 def meet(transport: Transport, fact: Any) -> list[Any] | None:
-    """Return all ranks' ``fact`` by rank, without messages or time; None: they cannot meet."""
+    """Return all ranks' ``fact`` by rank, without messages or time; None if not supported."""
     if transport.simulation is None or not transport.meets:
         return None
     return transport.simulation.meet(fact)
 
 
 def charge_memory(transport: Transport, nbytes: int) -> None:
-    """Account for reading or writing ``nbytes`` of a message in memory; real time does so."""
+    """Charge simulated time for accessing ``nbytes`` in memory; no-op in real time."""
     if transport.simulation is not None:
         transport.simulation.charge_memory(nbytes)
 
@@ -477,8 +477,8 @@ def sleep_between(
 ) -> None:
     """Call ``action(i)`` at the i-th of ``moments``, or at once if that is past.
 
-    The rank sleeps between them. ``action`` may do what the rank may; it need not be called before
-    one of the requests has ended that ``idle_until`` returns.
+    The rank sleeps between calls. ``action`` has no restrictions; calls may be skipped until
+    one of the requests returned by ``idle_until`` has ended.
     """
     if transport.simulation is not None:
         transport.simulation.sleep_between(moments, action, idle_until)
@@ -487,7 +487,7 @@ def sleep_between(
 
 
 def sleep_and_call(clock: Clock, moments: Sequence[float], action: Callable[[int], None]) -> None:
-    """Call ``action(i)`` at the i-th of ``moments``, by one sleep for each."""
+    """Call ``action(i)`` at the i-th of ``moments``, with one sleep for each."""
     for index, moment in enumerate(moments):
         clock.sleep(max(0.0, moment - clock.now()))
         action(index)
@@ -495,14 +495,14 @@ def sleep_and_call(clock: Clock, moments: Sequence[float], action: Callable[[int
 
 # -- built on the primitives --------------------------------------------------------------------
 def wait_ended(transport: PointToPoint, requests: Iterable[Request]) -> None:
-    """Wait until all have ended, even if because a peer failed."""
+    """Wait until all have ended, including by a peer's failure."""
     for request in requests:
         with suppress(PeerFailedError):
             transport.wait(request)
 
 
 def await_event(clock: Clock, event: Event) -> None:
-    """Wait until ``event`` has happened; messages move at the same time."""
+    """Wait until ``event`` has occurred; messages move at the same time."""
     while not event.query():
         clock.sleep(EVENT_POLL)
 

@@ -1,10 +1,10 @@
 """Messages with a checksum: a layer over any engine.
 
-A second message precedes each message of a chosen tag, eight bytes under a tag of its own, with
-the message's length and CRC-32; the message itself is sent as it is, and nothing is copied. A
-message that is not what was sent arrives as *void*, every byte 0xFF, which is NaN in every format
-of floating point: so it cannot be taken for values, and each reader of messages decides what
-replaces it (:func:`is_void`).
+A message with one of the chosen tags is preceded by a second message of eight bytes with a
+separate tag, the seal, which contains the message's length and CRC-32; the message itself is sent
+unchanged and without a copy. A damaged message is delivered as *void*, every byte 0xFF, which is
+NaN in every floating-point format. It thus cannot be mistaken for values, and each reader of
+messages decides how to replace it (:func:`is_void`).
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from aladdin_mpi.transport.base import (
 from aladdin_mpi.transport.wrapper import TransportWrapper
 
 SEAL = 16384
-"""Added to a tag for the seals of its messages."""
+"""Offset from a tag to the tag of its seals."""
 SEAL_BYTES = 8
 VOID = 0xFF
 POSITION_BYTES = 4
-"""Of a position in a message that leaves values out."""
+"""Size of a position in a sparse message."""
 
 OnDamage = Callable[[int, int], None]
-"""Called with source and tag of a message that is not what was sent."""
+"""Function called with source and tag of a damaged message."""
 
 
 def is_void(message: Tensor) -> bool:
     """Return whether ``message``, of floating-point numbers, arrived damaged.
 
-    Looks at its beginning only: at a value, which is NaN of such bits as no calculation
-    makes, or at an int32 position, which would be -1.
+    Reads only its start: a value, which is a NaN with bits that no calculation produces, or an
+    int32 position, which would be -1.
     """
     assert message.is_floating_point()
     if message.is_meta or not message.numel():
@@ -61,7 +61,7 @@ def void(message: Tensor) -> None:
 
 
 def intact(message: Tensor, source: int) -> Tensor:
-    """Return ``message``, which nothing can replace; raises a TransportError if it is void."""
+    """Return ``message``, or raise a TransportError if it is void, as it cannot be replaced."""
     if is_void(message):
         raise TransportError(
             f"a message of {message.nbytes} bytes from rank {source} was damaged in transit, and "
@@ -72,17 +72,17 @@ def intact(message: Tensor, source: int) -> Tensor:
 
 
 def checksum(message: Tensor) -> int:
-    """Length modulo 2^32 and CRC-32 of the bytes; 3 GB/s on one core of a Xeon server."""
+    """Return length modulo 2^32 and CRC-32 of the bytes; 3 GB/s on one core of a Xeon server."""
     data = as_bytes(message)
     return data.numel() % 2**32 << 32 | zlib.crc32(data.numpy().data)
 
 
 class ChecksumTransport(TransportWrapper):
-    """Checks the messages of some tags, which are the same on every rank.
+    """Transport that checks the messages with some tags, which are the same on every rank.
 
-    Only messages between two ranks: what a collective sends is the engine's own. Receives name
-    their source; handlers take messages from all. ``on_damage`` is called for each message that is
-    refused, on the receiving rank, perhaps by a handler.
+    Covers only messages between two ranks: collectives are implemented by the engine. Receives must
+    specify their source; handlers accept messages from all ranks. ``on_damage`` is called for each
+    damaged message, on the receiving rank, possibly in a handler.
     """
 
     def __init__(self, inner: Transport, tags: Collection[int], on_damage: OnDamage) -> None:
@@ -99,7 +99,7 @@ class ChecksumTransport(TransportWrapper):
             self.inner.isend(seal, dest, tag + SEAL, after)
         else:
             sealing = _Sealing(buffer, seal, after)
-            # With an event the buffer is not filled yet: the engine asks until it is.
+            # With an event the buffer is not filled yet: the engine polls until it is.
             self.inner.isend(seal, dest, tag + SEAL, None if sealing.query() else sealing)
         return self.inner.isend(buffer, dest, tag, after)
 
@@ -127,10 +127,10 @@ class ChecksumTransport(TransportWrapper):
         while (first := first_done(requests)) < 0:
             parts = [part for request in requests for part in _parts(request)]
             missing = [part for part in parts if not part.done]
-            left = None if end is None else max(0.0, end - self.now())
-            if self.inner.wait_any(missing, left) < 0:
+            remaining = None if end is None else max(0.0, end - self.now())
+            if self.inner.wait_any(missing, remaining) < 0:
                 return -1
-        self.test(requests[first])  # raises if that is how it ended
+        self.test(requests[first])  # raises if it ended by a failure
         return first
 
     def cancel(self, request: Request) -> None:
@@ -154,7 +154,7 @@ def _parts(request: Request) -> tuple[Request, ...]:
 
 
 class _Sealing:
-    """Happens when the message's own event has; the seal is then filled."""
+    """An event that occurs after the message's own; the seal is then filled."""
 
     def __init__(self, message: Tensor, seal: Tensor, after: Event | None) -> None:
         self._message = message
@@ -173,9 +173,9 @@ Check = Callable[[int, int, "Tensor", "Tensor"], None]
 
 
 class _CheckedReceive(Request):
-    """A receive of a message and of its seal: done when both are, and then checked at once.
+    """A receive of a message and of its seal: done once both are, and then checked.
 
-    The check is made by whichever thread asks first, so not while the engine polls.
+    The first thread that queries it runs the check, which therefore does not block polling.
     """
 
     __slots__ = ("_check", "_has_ended", "_tag", "parts")
@@ -209,7 +209,7 @@ class _CheckedReceive(Request):
 
 
 class _Pairs:
-    """Messages for a handler and their seals, which are handled one by one, in either order."""
+    """Pairing of messages for a handler with their seals, which may arrive in either order."""
 
     def __init__(self, tag: int, handler: Handler, check: Check) -> None:
         self._tag = tag

@@ -1,8 +1,8 @@
-"""Collectives over point to point, by MPI's usual algorithms.
+"""Collectives over point-to-point messages, by the algorithms common in MPI.
 
-Each algorithm is a generator that starts sends and receives and yields those that
-must be done before it goes on, so that a collective moves on while its rank computes.
-Tensors of the device "meta" move as sizes: their parts are None.
+Each algorithm is a generator that starts sends and receives and yields those that must be done
+before it continues, so that a collective progresses while its rank computes. Tensors on the
+device "meta" are sent as sizes: their parts are None.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from torch import Tensor
 from aladdin_mpi.transport.base import Request, Transport, as_bytes
 
 SMALL = 64 * 1024
-"""Up to so many bytes an all-reduce uses a tree and an all-gather Bruck's algorithm,
-which take few messages; above, both use a ring, which moves the fewest bytes."""
+"""Largest size for which an all-reduce uses a tree and an all-gather Bruck's algorithm, which need
+few messages; larger ones use a ring, which moves the fewest bytes."""
 RING_RANKS = 32
-"""Ranks up to which a long all-reduce uses the ring. With more its 2(n-1) messages, one after
-the other, cost more than their bytes; halving and doubling takes 2 log2(n) for the same bytes
-(Thakur, Rabenseifner, Gropp, Int. J. High Performance Computing Applications 19, 2005)."""
+"""Largest number of ranks for which a long all-reduce uses the ring. With more, its 2(n-1)
+sequential messages cost more than their bytes; halving and doubling takes 2 log2(n) for the same
+bytes (Thakur, Rabenseifner, Gropp, Int. J. High Performance Computing Applications 19, 2005)."""
 
 Steps = Iterator[Sequence[Request]]
 Part = tuple["Tensor | None", int]
-"""A piece of a buffer, None if the buffer holds no data, and its bytes."""
+"""A piece of a buffer (None if the buffer contains no data) and its size in bytes."""
 REDUCIBLE = (torch.float32, torch.float64, torch.int64)
 
 
 def check_reducible(buffer: Tensor) -> None:
-    """Raise a TypeError for a buffer that cannot be summed, as half precision."""
+    """Raise a TypeError for a buffer that cannot be summed, such as half precision."""
     if buffer.dtype not in REDUCIBLE:
         raise TypeError(
             f"iallreduce adds {', '.join(map(str, REDUCIBLE))}, not {buffer.dtype}, "
@@ -40,23 +40,23 @@ def check_reducible(buffer: Tensor) -> None:
 
 
 def allreduce_bytes(nbytes: int, ranks: int) -> int:
-    """2(n-1)/n of the buffer: a reduce-scatter, then an all-gather of the parts."""
+    """Return 2(n-1)/n of the buffer: a reduce-scatter, then an all-gather of the parts."""
     return 2 * nbytes * (ranks - 1) // ranks
 
 
 def allgather_bytes(nbytes: int, ranks: int) -> int:
-    """n-1 times one rank's buffer: every part passes through every rank but one."""
+    """Return n-1 times one rank's buffer: every part passes through every rank but one."""
     return nbytes * (ranks - 1)
 
 
 def partial_bytes(nbytes: int, ranks: int) -> int:
-    """(n-1)/n of the buffer: all parts but the rank's own, or the mean of a broadcast."""
+    """Return (n-1)/n of the buffer: all parts but the rank's own, or the mean of a broadcast."""
     return nbytes * (ranks - 1) // ranks
 
 
 @dataclass
 class Channel:
-    """Point to point among the ranks of one collective: send to and receive from a rank."""
+    """Point-to-point messages among the ranks of one collective."""
 
     rank: int
     size: int
@@ -65,7 +65,7 @@ class Channel:
 
 
 def channel_of(transport: Transport, tag: int) -> Channel:
-    """Return a channel among all ranks of ``transport``, by messages of one tag."""
+    """Return a channel among all ranks of ``transport``, for messages with one tag."""
     return Channel(
         transport.rank,
         transport.size,
@@ -82,7 +82,7 @@ def _as_tensor(part: Part) -> Tensor:
 
 
 class HostByHost:
-    """The ranks of a host one after the other, so that a ring leaves each host once."""
+    """Ranks in the order of their hosts, so that a ring leaves each host once."""
 
     def __init__(self, hosts: Sequence[int]) -> None:
         self._ranks = sorted(range(len(hosts)), key=lambda rank: hosts[rank])
@@ -103,7 +103,7 @@ class HostByHost:
 
 
 class _Buffer:
-    """A vector that can be cut into parts, with data or without."""
+    """A vector that can be cut into parts, with or without data."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.vector = None if tensor.is_meta else tensor.detach().view(-1)
@@ -126,7 +126,7 @@ class _Buffer:
         return data, length * self.item
 
     def blocks(self, count: int) -> list[Part]:
-        """Cut into ``count`` parts whose lengths differ by one item at most."""
+        """Cut into ``count`` parts whose lengths differ by at most one item."""
         cuts = [self.length * i // count for i in range(count + 1)]
         return [self.part(start, end) for start, end in pairwise(cuts)]
 
@@ -142,7 +142,7 @@ def _add(target: Part, addend: Part) -> None:
 
 
 def barrier(channel: Channel) -> Steps:
-    """Dissemination: after round k a rank has heard, directly or not, of 2^k others."""
+    """Run a dissemination barrier: after round k, 2^k others have reached a rank indirectly."""
     rank, size = channel.rank, channel.size
     distance = 1
     while distance < size:
@@ -152,7 +152,7 @@ def barrier(channel: Channel) -> Steps:
 
 
 def broadcast(channel: Channel, buffer: Tensor, root: int) -> Steps:
-    """Binomial tree."""
+    """Broadcast along a binomial tree."""
     return _broadcast(channel, _Buffer(buffer).whole(), root)
 
 
@@ -173,9 +173,9 @@ def _broadcast(channel: Channel, part: Part, root: int) -> Steps:
 
 
 def allreduce(channel: Channel, buffer: Tensor) -> Steps:
-    """Binomial tree to rank 0 and back when small; ring, or halving and doubling, otherwise.
+    """Sum along a binomial tree if the buffer is small, otherwise by ring, or halving and doubling.
 
-    Every sum is added up in one place and copied from there: all ranks get the same bits.
+    Each value is summed on one rank and copied to all, so results are bit-identical.
     """
     vector = _Buffer(buffer)
     if vector.length * vector.item <= SMALL:
@@ -202,7 +202,7 @@ def _reduce(channel: Channel, vector: _Buffer) -> Steps:
 
 
 def _ring_allreduce(channel: Channel, vector: _Buffer) -> Steps:
-    """Reduce-scatter, then all-gather, each ``size - 1`` steps around the ring."""
+    """Reduce-scatter, then all-gather, each in ``size - 1`` steps around the ring."""
     rank, size = channel.rank, channel.size
     following, previous = (rank + 1) % size, (rank - 1) % size
     blocks = vector.blocks(size)
@@ -221,8 +221,9 @@ def _ring_allreduce(channel: Channel, vector: _Buffer) -> Steps:
 def _halving_allreduce(channel: Channel, vector: _Buffer) -> Steps:
     """Reduce-scatter by halving, all-gather by doubling, among the first 2^k ranks.
 
-    The nearest exchange comes first, when most bytes move: neighbours are often on one host. What
-    the other ranks have is added to that of the first ones before, and they get the sum.
+    The nearest exchange, when most bytes move, comes first, since neighbours are often on one host.
+    The vectors of the other ranks are added to those of the first ones before, and they receive
+    the sum.
     """
     rank, size = channel.rank, channel.size
     core = 1 << (size.bit_length() - 1)
@@ -258,7 +259,7 @@ def _halving_allreduce(channel: Channel, vector: _Buffer) -> Steps:
 
 
 def allgather(channel: Channel, buffer: Tensor, gathered: Tensor) -> Steps:
-    """Bruck's algorithm when small, ring otherwise."""
+    """Gather by Bruck's algorithm if the buffer is small, otherwise around a ring."""
     mine, every = _Buffer.of_bytes(buffer), _Buffer.of_bytes(gathered)
     if gathered.nbytes <= SMALL:
         yield from _bruck_allgather(channel, mine, every)
@@ -272,7 +273,7 @@ def allgather(channel: Channel, buffer: Tensor, gathered: Tensor) -> Steps:
 
 
 def _bruck_allgather(channel: Channel, mine: _Buffer, every: _Buffer) -> Steps:
-    """Blocks are collected in the order rank, rank + 1, ..., and turned at the end."""
+    """Collect blocks in the order rank, rank + 1, ..., and rotate them at the end."""
     rank, size, length = channel.rank, channel.size, mine.length
     collected, _ = every.scratch(every.length)
 
@@ -293,7 +294,7 @@ def _bruck_allgather(channel: Channel, mine: _Buffer, every: _Buffer) -> Steps:
 
 
 def alltoall(channel: Channel, buffer: Tensor, received: Tensor) -> Steps:
-    """Pairwise exchange, one partner after the other."""
+    """Exchange parts pairwise, with one partner after the other."""
     rank, size = channel.rank, channel.size
     outgoing = _Buffer.of_bytes(buffer).blocks(size)
     incoming = _Buffer.of_bytes(received).blocks(size)

@@ -1,4 +1,4 @@
-"""The ranks that train: a transport among some of the ranks of another."""
+"""Groups of ranks: a transport among some of the ranks of another."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from aladdin_mpi.transport.wrapper import TransportWrapper
 
 FIRST_TAG = 40_000
 NUMBERS = 20_000
-"""Tags of collectives: so many can be under way at once."""
+"""Number of tags for collectives, and so the largest number in progress."""
 
 
 class Stepper:
-    """Takes the steps of a collective as the messages of each have ended, in whichever thread.
+    """Runner of a collective, in the thread in which the messages of a step end.
 
-    If a rank is lost it stands still. ``finish`` is called at the end.
+    It stops if a rank fails. ``finish`` is called at the end.
     """
 
     def __init__(
@@ -32,18 +32,18 @@ class Stepper:
         self._transport = transport
         self._finish = finish
         self.awaited: Sequence[Request] = ()
-        """The messages of the present step."""
+        """The messages of the current step."""
         self.has_ended = False
         self._is_abandoned = False
 
     def abandon(self) -> None:
-        """Go no further, and wait for nothing more."""
+        """Stop, and end all waits for its messages."""
         self._is_abandoned = True
         for request in self.awaited:
             self._transport.abandon(request)
 
     def advance(self) -> None:
-        """Go on as far as nothing is awaited."""
+        """Continue until a step has to wait for messages."""
         with self._transport.atomic():
             while not (self.has_ended or self._is_abandoned) and all(
                 each.done and each.failed is None for each in self.awaited
@@ -60,15 +60,15 @@ class Stepper:
 
 
 TAGS = 1 << 16
-"""Tags of a group, the seals of messages among them."""
+"""Number of tags of a group, including those of seals."""
 LOSS = TAGS - 1
-"""The tag of a message that never comes: its receive ends when a rank is lost."""
-APART = TAGS - 2
-"""The tag with which a rank reports that it has left the group, which is revoked then."""
+"""Tag of a message that is never sent: its receive ends when a rank fails."""
+LEAVE = TAGS - 2
+"""Tag with which a rank reports that it has left the group, which is then revoked."""
 
 
 class RankLostError(Exception):
-    """A rank has been lost that this group needs; ``rank`` is its number in the group."""
+    """A rank that this group needs has failed; ``rank`` is its number in the group."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(f"rank {rank} of the group is lost")
@@ -76,17 +76,17 @@ class RankLostError(Exception):
 
 
 class Group(TransportWrapper):
-    """The transport among ``ranks``, until one of them is lost that they need.
+    """A transport among ``ranks``, until a rank fails that they need.
 
-    Every wait then ends with :class:`RankLostError`, and so does every later one.
+    The group is then revoked: every wait ends with :class:`RankLostError`, as do later ones.
 
     Args:
         base: the transport among all ranks of the job.
-        ranks: of the group, including this one; a rank's place in it is its number there.
-        number: counts the groups of a job, from 0.
-        needs: whether the group cannot go on without a rank of it.
-        may_raise: whether a wait may end by an error; otherwise it just ends.
-        on_loss: called as a handler, also while this rank computes, when the group comes apart.
+        ranks: ranks of the group, including this one; their indices are their new numbers.
+        number: index of the group in the job, from 0.
+        needs: whether the group cannot continue without a given rank.
+        may_raise: whether a wait may raise an error; otherwise it just ends.
+        on_loss: called as a handler, also while this rank computes, when the group is revoked.
         before_close: called before the transport is closed.
     """
 
@@ -104,22 +104,22 @@ class Group(TransportWrapper):
         super().__init__(inner := base if is_whole else PartOfRanks(base, ranks))
         self._base = base
         self.number = number
-        # The engine's, which need all ranks of the job.
+        # The engine's collectives need all ranks of the job.
         self.has_collectives = self.size == base.size and base.has_collectives
         self._collectives = 0
         self._may_raise = may_raise
         self._on_loss = on_loss
         self._before_close = before_close
         self.lost: int | None = None
-        """The first rank lost that it needs."""
+        """The first failed rank that the group needs."""
         self._needs = needs
         self._has_left = False
         self._first_tag = number * TAGS
-        nothing = torch.empty(0, dtype=torch.uint8)
-        self._loss = inner.irecv(nothing, inner.rank, self._first_tag + LOSS)
-        if number > 1:  # of a first group that is revoked in its set-up nothing is left
-            self.exclude_from_traffic(APART)
-            self.on_message(APART, 1, lambda source, message: self._revoke(source))
+        empty = torch.empty(0, dtype=torch.uint8)
+        self._loss = inner.irecv(empty, inner.rank, self._first_tag + LOSS)
+        if number > 1:  # after a revocation during set-up, nothing remains of the first group
+            self.exclude_from_traffic(LEAVE)
+            self.on_message(LEAVE, 1, lambda source, message: self._revoke(source))
         inner.on_failure(self._note)
         with inner.atomic():
             for rank in sorted(inner.failed):
@@ -143,13 +143,13 @@ class Group(TransportWrapper):
         return self.lost is not None or self._needs(error.rank)
 
     def leave(self) -> None:
-        """End all that is under way in it, and notify the others; later messages are ignored.
+        """End all operations in the group, and notify the others; later messages are ignored.
 
-        They may not have needed the rank that this one has just waited for.
+        The others may not need the rank whose failure this rank has detected.
         """
         for rank in surviving_ranks(self):
             if rank != self.rank and self.number > 1:
-                self.isend(torch.zeros(1, dtype=torch.uint8), rank, APART)
+                self.isend(torch.zeros(1, dtype=torch.uint8), rank, LEAVE)
         self._has_left = True
         self.inner.abandon(range(self._first_tag, self._first_tag + TAGS))
 
@@ -189,21 +189,21 @@ class Group(TransportWrapper):
             return True
 
     def _raise_unless_held_back(self, error: PeerFailedError) -> None:
-        """In the user's code, as in a hook of backward, nobody could do with this error."""
+        """Raise, unless a wait may not raise, as in a backward hook, which could not handle it."""
         if self._may_raise() or not self.explains(error):
             raise error
 
     # -- collectives ------------------------------------------------------------------
     def _collective(self, name: str, *arguments: object) -> Request:
-        """Start one; every rank of the group calls them in the same order."""
+        """Start a collective; every rank of the group calls them in the same order."""
         if self.has_collectives:
             started: Request = getattr(self._base, f"i{name}")(*arguments)
             return started
         tag = FIRST_TAG + self._collectives % NUMBERS
         self._collectives += 1
-        # A message that never comes: its receive is taken back when the collective has ended.
-        nothing = torch.empty(0, dtype=torch.uint8)
-        end = self.inner.irecv(nothing, self.inner.rank, self._first_tag + tag)
+        # A message that is never sent: its receive is cancelled when the collective has ended.
+        empty = torch.empty(0, dtype=torch.uint8)
+        end = self.inner.irecv(empty, self.inner.rank, self._first_tag + tag)
         steps = getattr(collectives, name)(channel_of(self, tag), *arguments)
         Stepper(steps, self, lambda: self.inner.cancel(end)).advance()
         return end
@@ -227,7 +227,7 @@ class Group(TransportWrapper):
     def ialltoall(self, buffer: Tensor, received: Tensor) -> Request:
         return self._collective("alltoall", buffer, received)
 
-    # -- handlers, which end when this rank leaves --------------------------------------
+    # -- handlers, which stop when this rank leaves --------------------------------------
     def _until_left(self, action: Callable[..., None]) -> Callable[..., None]:
         def act(*arguments: Any) -> None:
             if not self._has_left:
@@ -249,14 +249,14 @@ class Group(TransportWrapper):
 
 
 class PartOfRanks(TransportWrapper):
-    """Messages among ``ranks``, this one included; their numbers are their places in it.
+    """Messages among ``ranks``, including this one; their indices are their new numbers.
 
-    Collectives of the engine need all ranks, so there are none.
+    The engine's collectives need all ranks, so they are not available.
     """
 
     def __init__(self, inner: Transport, ranks: Sequence[int]) -> None:
         super().__init__(inner)
-        self.has_collectives = self.meets = False  # not all of the job's ranks are here
+        self.has_collectives = self.meets = False  # both need all ranks of the job
         self._ranks = tuple(ranks)
         self._places = {rank: place for place, rank in enumerate(ranks)}
         self.rank, self.size = self._places[inner.rank], len(ranks)
@@ -296,13 +296,13 @@ class PartOfRanks(TransportWrapper):
 
     @property
     def failed(self) -> frozenset[int]:
-        return self._here(self.inner.failed)
+        return self._in_part(self.inner.failed)
 
     @property
     def excluded(self) -> frozenset[int]:
-        return self._here(self.inner.excluded)
+        return self._in_part(self.inner.excluded)
 
-    def _here(self, ranks: frozenset[int]) -> frozenset[int]:
+    def _in_part(self, ranks: frozenset[int]) -> frozenset[int]:
         return frozenset(self._places[rank] for rank in ranks if rank in self._places)
 
     def exclude(self, rank: int) -> None:

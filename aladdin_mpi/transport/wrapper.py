@@ -1,4 +1,4 @@
-"""A transport that forwards to another, the base of those that change a part of it."""
+"""Base class of transports that forward to another and change a part of it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ DATA = sorted({name for kind in Transport.__mro__ for name in get_annotations(ki
 
 
 class TransportWrapper(Transport):
-    """A transport that forwards everything to ``inner``, for subclasses to change.
+    """A transport that forwards everything to ``inner``; subclasses override methods.
 
-    An instance has the primitives that its class does not change as bound methods of ``inner``,
+    Primitives that a class does not override become bound methods of ``inner`` on its instances,
     which saves a call for each layer. Methods built on primitives, such as ``wait``, come from
-    :class:`Transport` and use the subclass's.
+    :class:`Transport` and use the subclass's primitives.
     """
 
     def __init__(self, inner: Transport) -> None:
@@ -29,12 +29,12 @@ class TransportWrapper(Transport):
             setattr(self, name, getattr(inner, name))
 
     def __getattr__(self, name: str) -> Any:
-        """Return what only one engine has."""
+        """Return an attribute that only one engine has."""
         return getattr(self.inner, name)
 
 
 def _forward(name: str) -> Callable[..., Any] | property:
-    """Return a primitive of the wrapper that forwards to the one of the inner transport."""
+    """Return a primitive that forwards to the inner transport's."""
     declared = getattr(Transport, name)
     if isinstance(declared, property):
         return property(attrgetter(f"inner.{name}"), doc=declared.__doc__)
@@ -48,7 +48,7 @@ def _forward(name: str) -> Callable[..., Any] | property:
 
 @cache
 def _unchanged(kind: type[TransportWrapper]) -> list[str]:
-    """Return the methods that a class forwards, whose calls can go to the inner transport."""
+    """Return the methods that a class does not override, so that calls can bypass it."""
     return [
         name
         for name in sorted(Transport.__abstractmethods__)

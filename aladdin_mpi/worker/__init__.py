@@ -1,1 +1,1 @@
-"""What every algorithm's worker and server are made of."""
+"""Base classes of all algorithms' workers and servers."""

@@ -1,4 +1,4 @@
-"""One step's gradient, from backward to the wire: computed, checked, clipped and handed over."""
+"""One step's gradient, from backward to the wire: computed, checked, clipped and sent."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from aladdin_mpi.worker.step import Compute, ModelledStep, Skip
 
 # -- backward -------------------------------------------------------------------------------------
 class RealStep:
-    """A step that takes its time: autograd completes the buckets.
+    """A step in real time, whose buckets autograd completes.
 
     Args:
-        slowdown: the factor by which the step takes longer than its computing.
-        wait_free: buckets are reported during backward; otherwise when it is over.
+        slowdown: factor on the step's duration, simulated by sleeping.
+        wait_free: report buckets during backward instead of at its end.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class RealStep:
         self._compute = compute
         self._slowdown = slowdown
         self._last: float | None = None
-        """Computing time of the last step, in seconds."""
+        """Duration of the last step's computation, in seconds."""
         self.watch: BucketWatch | None = replica.watch(layout, wait_free)
 
     def compute_into(
@@ -64,8 +64,8 @@ class RealStep:
         assert self.watch is not None
         self._replica.bind_gradients(vector)
         self._replica.keep_buffers()
-        # A slow worker's gradient leaves at the end of its step, as old as that is long. So the
-        # worker sleeps before it computes, for a time given by its last step, or after its first.
+        # A slow worker sends its gradient at the end of its step, so the gradient is as old as the
+        # step is long. It sleeps before computing, based on the last step; in the first, after it.
         is_first = self._last is None
         if self._slowdown > 1 and self._last is not None:
             self._transport.sleep((self._slowdown - 1) * self._last)
@@ -88,24 +88,23 @@ class RealStep:
 
 # -- values that are not finite -------------------------------------------------------------------
 Finding = tuple[Reason, int]
-"""What is wrong with a gradient, and the first bucket in which it is."""
+"""The reason to refuse a gradient, and the first affected bucket."""
 
 
 class GradientCheck:
-    """Checks a gradient bucket by bucket, and clears what is not finite.
+    """Check of a gradient, bucket by bucket, which zeroes values that are not finite.
 
-    From the first bucket that is not finite on, the rest of the gradient is cleared too;
-    what came before may have been sent, and is finite. On a CPU the check is one sum over
-    values that backward has just written. On a GPU nothing waits: clearing depends on the sums
-    there, and the finding is known when they have reached the host (:func:`finding_in`).
+    From the first bucket that is not finite on, the rest of the gradient is zeroed too; earlier
+    buckets may have been sent, and are finite. On a CPU the check is one sum over values that
+    backward has just written. On a GPU nothing waits: zeroing depends on sums on the device, and
+    the finding is known once these have been copied to the host (:func:`finding_in`).
 
     Attributes:
-        finding: on the host.
-        sums: on a GPU: the running sum after each of ``buckets``.
+        finding: the finding on the host.
+        sums: on a GPU, the running sum after each of ``buckets``.
 
-    The check costs half as much as adding a gradient to another: 0.2 ms for a bucket of 4 MB and
-    6 ms for 25 million values, where adding takes 0.4 and 10 ms (one core of a server). For all
-    of ResNet-20 (270,000 values, which stay in the cache) it takes 0.02 ms.
+    The check costs half as much as adding two gradients: on one core of a server, 0.2 ms for a
+    bucket of 4 MB, and 0.02 ms for all of ResNet-20 (270,000 values, which stay cached).
     """
 
     def __init__(self) -> None:
@@ -115,30 +114,30 @@ class GradientCheck:
         self.sums: list[Tensor] = []
 
     def refuse(self) -> None:
-        """Clear all that follows."""
+        """Zero all further buckets."""
         self._refused = True
 
     def look(self, values: Tensor, bucket: int) -> None:
-        """Check what is sent about ``bucket``; clear it in place if it is not finite."""
+        """Check the message about ``bucket``; zero it in place if it is not finite."""
         if values.is_meta:
             return
         if not values.is_cpu:
-            self._look_there(values, bucket)
+            self._add_to_sums(values, bucket)
         elif not (self._refused or is_finite(values)):
             self._refused = True
             self.finding = _kind(values.isnan().any().item()), bucket
         if self._refused:
             values.zero_()
 
-    def _look_there(self, values: Tensor, bucket: int) -> None:
-        """Add to the running sum, in which what is not finite stays so."""
-        here = total(values)
-        self.sums.append(self.sums[-1] + here if self.sums else here)
+    def _add_to_sums(self, values: Tensor, bucket: int) -> None:
+        """Add to the running sum, which stays non-finite once it is."""
+        bucket_sum = total(values)
+        self.sums.append(self.sums[-1] + bucket_sum if self.sums else bucket_sum)
         self.buckets.append(bucket)
-        self.clear_unsound(values)
+        self.clear_if_refused(values)
 
-    def clear_unsound(self, values: Tensor) -> None:
-        """Clear ``values`` if anything that was checked is not finite; on a GPU it decides."""
+    def clear_if_refused(self, values: Tensor) -> None:
+        """Zero ``values`` if any checked value is not finite; on a GPU without waiting for it."""
         if self.sums:
             values.masked_fill_(~self.sums[-1].isfinite(), 0.0)
         elif self.finding:
@@ -146,7 +145,7 @@ class GradientCheck:
 
 
 def finding_in(sums: Sequence[float], buckets: Sequence[int]) -> Finding | None:
-    """Return the finding in a GPU's sums, when they have reached the host."""
+    """Return the finding from a GPU's sums, once they are on the host."""
     for running, bucket in zip(sums, buckets, strict=True):
         if not isfinite(running):
             return _kind(running != running), bucket
@@ -159,16 +158,17 @@ def _kind(is_nan: object) -> Reason:
 
 # -- clipping -------------------------------------------------------------------------------------
 class Clipping:
-    """A bound on gradients' norms; decides whether buckets may leave before it is known to hold.
+    """A bound on gradients' norms; decides whether buckets may be sent before it is verified.
 
     Args:
-        norm: largest L2 norm of a gradient; None: any.
-        kind: what it is the norm of: a worker's ``own`` gradient, which is known when backward
-            is over; its ``parts``, each bucket's being held to its share, so that they can
-            leave at once; or the ``mean`` of all workers', by the algorithm.
-        per_step: whether a step may ask for it while it is computed (:meth:`check_step`): no
-            bucket leaves early in the first one, nor in later ones if that one is clipped.
-        wait_free: nothing else prevents buckets from leaving early.
+        norm: largest L2 norm of a gradient; None: no limit.
+        kind: the clipped gradient: a worker's ``own``, whose norm is known after backward; its
+            ``parts``, where each bucket is limited to its share and can be sent at once; or
+            the ``mean`` of all workers', clipped by the algorithm.
+        per_step: whether a step may request clipping during its computation
+            (:meth:`check_step`): no bucket is sent early in the first step, nor in later ones
+            if that one is clipped.
+        wait_free: nothing else prevents buckets from being sent early.
     """
 
     def __init__(
@@ -185,11 +185,11 @@ class Clipping:
 
     @property
     def tells_at_once(self) -> bool:
-        """Whether a bucket may leave as soon as it is complete."""
+        """Whether a bucket may be sent as soon as it is complete."""
         return self.is_wait_free and not self._awaits_first
 
     def check_step(self) -> None:
-        """Check that the gradient of the step that is being computed can still be clipped.
+        """Check that the gradient of the current step can still be clipped.
 
         Raises:
             UserError: parts of it have been sent already.
@@ -208,7 +208,7 @@ class Clipping:
             )
 
     def note_step(self, is_clipped: bool) -> None:
-        """A step has been computed; the first one decides for all later ones."""
+        """Record a computed step; the first one decides for all later ones."""
         if self._awaits_first:
             self.is_wait_free = self.is_wait_free and not is_clipped
             self._awaits_first = False
@@ -217,16 +217,16 @@ class Clipping:
 # -- the gradient of one step ---------------------------------------------------------------------
 @dataclass
 class GradientStages:
-    """What every gradient of a worker passes through; the same objects for all steps.
+    """The stages that every gradient of a worker passes through, shared by all steps.
 
     Args:
-        transport: among all ranks, for reports to rank 0.
-        step: computes.
-        node: adds up the gradients of the node that this worker leads; None: it leads none.
-        marks: of unused parameters.
-        writes_marks: whether others have to know which parameters a gradient does not reach.
-        reports_unused: whether the first unused parameter has yet to be reported to rank 0.
-        max_loss: the gradient of a larger loss is refused; None: of none.
+        transport: transport among all ranks, for reports to rank 0.
+        step: computes the gradient.
+        node: sums the gradients of the node that this worker leads; None: it leads none.
+        marks: marks of unused parameters.
+        writes_marks: whether other ranks have to know the unused parameters.
+        reports_unused: whether the first unused parameter is still to be reported to rank 0.
+        max_loss: gradients of a larger loss are refused; None: no limit.
     """
 
     transport: Transport
@@ -241,7 +241,7 @@ class GradientStages:
     max_loss: float | None
 
     def is_too_large(self, loss: float | Tensor | None) -> bool:
-        """Wait for the device that computes the loss, if there is a largest one."""
+        """Return whether a loss exceeds the limit; if one is set, wait for the loss."""
         return self.max_loss is not None and loss is not None and not loss <= self.max_loss
 
 
@@ -249,22 +249,22 @@ class GradientPass:
     """One step's gradient, from backward to the wire.
 
     The methods are in the order in which a gradient passes through them. :meth:`compute` runs
-    forward and backward, during which :meth:`_complete` is called for each bucket and hands it
-    over; :meth:`finish` ends the pass, with those that had to wait until backward is over.
+    forward and backward, which call :meth:`_complete` for each bucket to hand it over;
+    :meth:`finish` hands over the buckets that had to wait for the end of backward.
 
     Args:
-        lease: the samples of the step.
-        part: this rank's part of them, which is all but where it leads a node.
+        lease: samples of the step.
+        part: this rank's part of them: all, unless it leads a node.
         vector: the flat gradient; its contents are overwritten.
-        on_bucket: called with every bucket, in order, when it is final; None: nothing is.
+        on_bucket: called with every bucket, in order, when it is final; None: not called.
         idle_until: see :meth:`Transport.sleep_between`.
         before_forward: see :meth:`ModelledStep.compute_into`.
 
     Attributes:
-        loss_scale: what the script has multiplied the loss by.
-        norm: largest norm of the gradient; None: any.
-        unused: parts of the vector without a gradient, of the buckets handed over so far.
-        loss: of the batch, when it is computed.
+        loss_scale: factor that the script has applied to the loss.
+        norm: largest norm of the gradient; None: no limit.
+        unused: parts of the vector without a gradient, in the buckets handed over so far.
+        loss: loss of the batch, once computed.
     """
 
     def __init__(
@@ -286,7 +286,7 @@ class GradientPass:
         self._is_held_back = not clipping.tells_at_once
         self._on_bucket = on_bucket or _ignore
         self._hand_over = self._held_back.append if self._is_held_back else self._on_bucket
-        self._idle_until = _for_ever if on_bucket is None else idle_until
+        self._idle_until = _no_requests if on_bucket is None else idle_until
         self._part_norm = clipping.kind == "parts"
         self.lease = lease
         self.part = part
@@ -297,14 +297,14 @@ class GradientPass:
         self.unused: list[slice] = []
         self.loss: float | Tensor | None = None
 
-    # -- before backward, or during it, by the training loop ----------------------------------
+    # -- called by the training loop, before or during backward ----------------------------------
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss to be differentiated in half precision; gradients lose the scale."""
+        """Return the scaled loss for half precision; the scale is removed from gradients."""
         self.loss_scale = self.lease.scale
         return loss * self.loss_scale
 
     def clip_to(self, norm: float) -> None:
-        """Clip this gradient.
+        """Clip this gradient to ``norm``.
 
         Raises:
             UserError: parts of it have been sent already.
@@ -322,26 +322,26 @@ class GradientPass:
             vector,
             self.part,
             self._complete,
-            self._idleness() if vector.is_meta else None,
+            self._idle_condition() if vector.is_meta else None,
             self._before_forward,
         )
-        if self._held_back:  # so all of it can still be cleared
+        if self._held_back:  # so the whole gradient can still be zeroed
             if stages.is_too_large(self.loss):
                 self.check.refuse()
                 clear(vector)
-            self.check.clear_unsound(vector)
+            self.check.clear_if_refused(vector)
 
-    def _idleness(self) -> IdleUntil | None:
-        """Return what says how long :meth:`_complete` would have no effect; None: it has one."""
+    def _idle_condition(self) -> IdleUntil | None:
+        """Return when :meth:`_complete` is next needed; None: it always has an effect."""
         has_effect = self._sum is not None or self._is_held_back
         return None if has_effect else self._idle_until
 
     def leave_out(self, unused: Set[int]) -> None:
-        """Hand over a gradient of zero: there are no samples for this worker.
+        """Hand over a gradient of zero, as this worker has no samples.
 
-        A sum over workers gets nothing from it. A step of its own is one along a gradient of zero,
-        so that workers that average their models remain equal to one process; it leaves alone
-        what the last batch did not use.
+        It does not change a sum over workers. As a local step it is one along a gradient of zero,
+        so that workers that average their models remain equivalent to one process; parameters that
+        the last batch did not use are not stepped.
 
         Args:
             unused: the parameters that the last batch did not use.
@@ -359,7 +359,7 @@ class GradientPass:
 
     # -- each bucket ------------------------------------------------------------------------------
     def _complete(self, bucket: Bucket) -> None:
-        """Backward has completed a bucket: take off the scale, add up the node's, check, clip."""
+        """Unscale a completed bucket, sum it over the node, check it, and clip it."""
         if self.loss_scale != 1.0:
             scale(bucket.of(self.vector), 1 / self.loss_scale)
         stages = self._stages
@@ -381,7 +381,7 @@ class GradientPass:
         return (bucket,) if self._sum is None else self._sum.complete(bucket)
 
     def _note_unused(self, bucket: Bucket, unused: Set[int]) -> None:
-        """Note the parts of a bucket, summed over the node, that have no gradient."""
+        """Record the parts of a bucket, summed over the node, that have no gradient."""
         stages = self._stages
         if stages.reports_unused and self.part.size:
             stages.reports_unused = False
@@ -395,7 +395,7 @@ class GradientPass:
 
     # -- after backward ---------------------------------------------------------------------------
     def finish(self) -> None:
-        """Clip the gradient as a whole, and hand over the buckets that waited for that."""
+        """Clip the gradient as a whole, and hand over the buckets that were held back."""
         clipping = self._stages.clipping
         if self.norm is not None and clipping.kind == "own":
             clip_norm(self.vector, self.norm)
@@ -409,14 +409,14 @@ def _ignore(bucket: Bucket) -> None:
     """Do nothing (default callback)."""
 
 
-def _for_ever() -> tuple[()]:
-    """Return that nothing will ever have to be done."""
+def _no_requests() -> tuple[()]:
+    """Return no requests: nothing has to be done before the end."""
     return ()
 
 
-# -- its outcome ----------------------------------------------------------------------------------
+# -- outcomes ---------------------------------------------------------------------------------
 class Outcome(NamedTuple):
-    """The outcome of the step of ``lease``: ``finding`` is what its gradient is refused for."""
+    """The outcome of the step of ``lease``; ``finding`` is the reason to refuse its gradient."""
 
     lease: SampleLease
     loss: float | None
@@ -424,7 +424,7 @@ class Outcome(NamedTuple):
 
 
 class _InTransit(NamedTuple):
-    """Numbers on their way from a device: sums of buckets, then perhaps the loss."""
+    """Numbers being copied from a device: sums of buckets, then the loss if it is there."""
 
     numbers: Tensor
     event: Event
@@ -441,7 +441,7 @@ class Outcomes:
     """The outcomes of a worker's steps, in order.
 
     Args:
-        device: computes the steps.
+        device: device that computes the steps.
     """
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
@@ -449,21 +449,21 @@ class Outcomes:
         self._copies = CopyStream(device) if is_accelerator(device) else None
         self._unread: deque[tuple[Outcome, _InTransit | None]] = deque()
         self.lag = 0 if self._copies is None else 1
-        """Steps whose outcome may still be in transit when the next one has been started."""
+        """Number of steps whose outcome may be in transit when the next step has been started."""
 
     def __len__(self) -> int:
-        """Return how many have not been read."""
+        """Return the number of unread outcomes."""
         return len(self._unread)
 
     def note(self, step: GradientPass) -> None:
-        """A step has been computed, or given to the device."""
+        """Record a step that has been computed, or submitted to the device."""
         loss, check = step.loss, step.check
         numbers = list(check.sums)
         known: float | None = None
         if not isinstance(loss, torch.Tensor):
             known = loss
         elif self._copies is None:
-            known = loss.item()  # of another device than the model's
+            known = loss.item()  # on another device than the model
         else:
             numbers.append(loss)
         transit = self._send(numbers, check.buckets) if numbers else None

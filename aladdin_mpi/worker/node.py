@@ -1,10 +1,10 @@
 """A node as one worker with several devices: its workers make one step together.
 
-The first worker of a node leads. It takes part in the algorithm as a worker of n times the batch,
-and no algorithm has to know: it deals its samples to the others, gives them its model before each
-step, and adds their gradients to its own, bucket by bucket while backward runs, so that the
-algorithm sees the mean. One message then leaves the node where there would be several, and one
-model comes to it.
+The first worker of a node is its leader. It takes part in the algorithm as a worker with n times
+the batch size, transparently to the algorithm: it distributes its samples among the others, sends
+them its model before each step, and adds their gradients to its own, bucket by bucket during
+backward, so that the algorithm gets the mean. The node then sends one message instead of several,
+and receives one model.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from aladdin_mpi.transport.base import (
 )
 from aladdin_mpi.transport.checksums import is_void
 
-TICKET = 4
-"""Numbers of a message that deals samples."""
+LEASE_NUMBERS = 4
+"""Number of values in a message with a sample lease."""
 MOVED = 5
-"""Bytes that move in memory for each that comes from another worker: copied in (2), added (3)."""
+"""Bytes moved in memory for each byte from another worker: copied (2) and added (3)."""
 
 
 def _part(size: int, place: int, places: int) -> int:
-    """Of so many samples: the first place, the leader's, has as many as any."""
+    """Return a worker's share of ``size`` samples; the leader's (place 0) is a largest one."""
     return size * (places - place) // places - size * (places - place - 1) // places
 
 
 def host_groups(transport: Transport, servers: int, largest: int | None = None) -> list[list[int]]:
-    """Return the workers' ranks, host by host; the first of each leads the others.
+    """Return the workers' ranks by host; the first rank of each group leads it.
 
     Args:
-        transport: knows the hosts.
-        servers: their number; they are the first ranks.
-        largest: workers of a group; a host with more has several. None: all of a host.
+        transport: supplies the hosts.
+        servers: number of servers, which are the first ranks.
+        largest: largest group; a host with more workers has several. None: one group per host.
     """
     hosts: dict[int, list[int]] = {}
     for rank in range(servers, transport.size):
@@ -61,11 +61,11 @@ def host_groups(transport: Transport, servers: int, largest: int | None = None) 
 
 
 class NodeSum:
-    """Adds the gradients of a node's other workers to its leader's, bucket by bucket.
+    """Sum of the gradients of a node's other workers and its leader's, bucket by bucket.
 
     Args:
         others: ranks of the other workers.
-        wire: of what they send.
+        wire: codec of their messages.
 
     Attributes:
         shares: weights of the gradients in the sum, the leader's first.
@@ -80,10 +80,10 @@ class NodeSum:
         self._wire = wire
         self._received = {rank: wire.buffer(layout.numel) for rank in others}
         self._taken: dict[int, Event] = {}
-        """A device reads what has been received from a rank until then."""
+        """Events of a device's reads of the receive buffers, by rank."""
 
     def begin(self, vector: Tensor) -> None:
-        """Begin a step, whose gradients are added to ``vector``."""
+        """Start a step, whose gradients are added to ``vector``."""
         for taken in self._taken.values():
             await_event(self._transport, taken)
         self._vector = vector
@@ -96,7 +96,7 @@ class NodeSum:
             self._awaited.append((bucket, receives))
 
     def complete(self, bucket: Bucket) -> Iterator[Bucket]:
-        """Yield the buckets of which every worker's gradient is there, now that this one's is."""
+        """Yield the buckets that all workers have completed, after this worker's ``bucket``."""
         is_last = bucket.index == len(self._layout.buckets) - 1
         while self._awaited and self._awaited[0][0].index <= bucket.index:
             first, receives = self._awaited[0]
@@ -119,18 +119,18 @@ class NodeSum:
         for (rank, buffer), share in zip(self._received.items(), self.shares[1:], strict=True):
             theirs = bucket.of(buffer)
             if not is_void(theirs):
-                there, taken = self._wire.fetch(theirs)
-                add(mine, there, alpha=share)
+                values, taken = self._wire.fetch(theirs)
+                add(mine, values, alpha=share)
                 if taken is not None:
                     self._taken[rank] = taken
 
 
 class NodeLeader:
-    """What the first worker of a node does for the others.
+    """The first worker of a node, as seen by the others.
 
     Args:
-        transport: among all ranks.
-        ranks: of the node's workers; the first is this one.
+        transport: transport among all ranks.
+        ranks: ranks of the node's workers; the first is this one.
         x: the flat model.
     """
 
@@ -149,22 +149,22 @@ class NodeLeader:
         self._has_ended = False
 
     def open(self) -> None:
-        """Begin a segment."""
+        """Start a segment."""
         self._has_ended = False
 
     def deal(self, lease: SampleLease) -> SampleLease:
-        """Deal the node's samples of a step; returns this worker's part."""
+        """Distribute the node's samples of a step; return this worker's part."""
         parts = [_part(lease.size, place, self.size) for place in range(self.size)]
         self._sum.shares = [part / lease.size if lease.size else 0.0 for part in parts]
         if not self._has_ended:
             for rank, part in zip(self._others, parts[1:], strict=True):
                 numbers = (lease.start, part, lease.whole, log2(lease.scale))
-                self._transport.isend(numbers, rank, Tag.NODE_TICKET)
+                self._transport.isend(numbers, rank, Tag.NODE_LEASE)
         self._has_ended = self._has_ended or lease.whole == 0
         return lease._replace(size=parts[0])
 
     def begin(self, vector: Tensor) -> NodeSum:
-        """Begin a step: send the others the model; their gradients are added to ``vector``."""
+        """Start a step: send the model to the others; their gradients are added to ``vector``."""
         self._transport.wait(*self._sends)
         self._sends.clear()
         for bucket in self._layout.buckets:
@@ -181,13 +181,13 @@ class NodeLeader:
 
 
 class LeaderLink:
-    """A worker's link to the leader of its node: its gradients out, models in.
+    """A worker's link to the leader of its node: sends gradients, receives models.
 
     Args:
-        wire: of gradients and models.
-        gradient: the flat gradient that is sent.
+        wire: codec of gradients and models.
+        gradient: the flat gradient to send.
         x: the flat model.
-        model: what models are received into; may be ``x`` itself.
+        model: receive buffer of models; may be ``x`` itself.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class LeaderLink:
         self._sent = wire.buffer_for(gradient)
         self._sends: list[Request] = []
         self._taken: Event | None = None
-        """A device reads the model until then."""
+        """Event of a device's read of the received model."""
 
     def send(self, bucket: Bucket) -> None:
         """Send a completed bucket of the gradient."""
@@ -226,7 +226,7 @@ class LeaderLink:
         self._sends.clear()
 
     def take_model(self) -> None:
-        """Wait for the leader's model and take it."""
+        """Wait for the leader's model and copy it."""
         if self._taken is not None:
             await_event(self._transport, self._taken)
         receives = [
@@ -238,13 +238,13 @@ class LeaderLink:
             return
         for bucket in self._layout.buckets:
             if not is_void(bucket.of(self._model)):
-                there, self._taken = self._wire.fetch(bucket.of(self._model))
+                values, self._taken = self._wire.fetch(bucket.of(self._model))
                 with self._transport.atomic():
-                    copy(bucket.of(self._x), there)
+                    copy(bucket.of(self._x), values)
 
 
 class LedSampleClient(SampleClient):
-    """The samples of a worker that a leader deals to; its reports go to rank 0 as any worker's."""
+    """Sample client of a worker that gets its samples from its leader; it reports to rank 0."""
 
     def __init__(self, transport: Transport, leader: int) -> None:
         super().__init__(transport)
@@ -252,17 +252,17 @@ class LedSampleClient(SampleClient):
 
     @property
     def short(self) -> int:
-        """One is asked for at a time."""
+        """Number of leases to request: one at a time."""
         return 1 - self.outstanding
 
     def request(self, want: int, report: WorkerReport) -> None:
-        """Report, and await what the leader deals."""
-        numbers = torch.empty(TICKET, dtype=torch.float64)
-        self._grants.append(self._transport.irecv(numbers, self._leader, Tag.NODE_TICKET))
+        """Report, and post the receive of the leader's next lease."""
+        numbers = torch.empty(LEASE_NUMBERS, dtype=torch.float64)
+        self._grants.append(self._transport.irecv(numbers, self._leader, Tag.NODE_LEASE))
         self._send(0, report)
 
     def take(self) -> SampleLease:
-        """The leader's next; waits for it."""
+        """Wait for the leader's next lease and return it."""
         receive = self._grants.popleft()
         self._transport.wait(receive)
         start, size, whole, exponent = numbers_of(receive)

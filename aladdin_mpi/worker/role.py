@@ -1,4 +1,4 @@
-"""What a run asks of an algorithm's part on one rank, and of a worker's."""
+"""Base classes of an algorithm's part on one rank, and of a worker's part."""
 
 from __future__ import annotations
 
@@ -26,68 +26,68 @@ from aladdin_mpi.worker.node import LeaderLink
 from aladdin_mpi.worker.worker import Worker
 
 SAMPLES, COMPUTED = "worker.samples", "worker.computed"
-"""Paths of a worker's numbers in :attr:`MergedState.counts`."""
+"""Paths of a worker's counters in :attr:`MergedState.counts`."""
 
 
 class Role(ABC):
-    """An algorithm's part on one rank. It is run for one segment after another.
+    """An algorithm's part on one rank, run for one segment after another.
 
-    Between segments nothing is in flight: all that an algorithm remembers then is
-    in :meth:`state_dict`.
+    Between segments nothing is in flight: :meth:`state_dict` contains all state of the
+    algorithm.
     """
 
     SAVED: ClassVar[Saved]
-    """The attributes that are its state, and how each is merged."""
+    """The attributes that form its state, with the rules for merging them."""
 
     @abstractmethod
     def run(self) -> None:
-        """Take part in a segment, to its end, and leave nothing in flight."""
+        """Take part in a segment until its end, and leave nothing in flight."""
 
     def close(self) -> None:
-        """The run is over: give back what other libraries hold, on every rank."""
+        """Release resources of other libraries at the end of the run, on every rank."""
         return
 
     def describe(self) -> str:
-        """What the user should know of how it was set up; empty if there is nothing."""
+        """Return notes on the setup for the log; empty by default."""
         return ""
 
     def facts(self) -> dict[str, Any]:
-        """What it has decided by itself, for the summary; rank 0 is asked."""
+        """Return rank 0's automatic decisions for the summary."""
         return {}
 
     def measures(self) -> dict[str, float]:
-        """Figures of rank 0 for each line of the metrics."""
+        """Return rank 0's figures for each line of the metrics."""
         return {}
 
     @abstractmethod
     def counts(self) -> dict[str, int]:
-        """Totals of gradients for the accounts of the run."""
+        """Return totals of gradients for the counters of the run."""
 
     def doubt(self) -> str:
-        """Why a checkpoint of this moment may be worthless; empty if there is no reason."""
+        """Return a reason why a checkpoint may be worthless now; empty without one."""
         return ""
 
     @abstractmethod
     def part(self, bucket: Bucket) -> Tensor:
-        """This rank's values of a bucket, for the global model."""
+        """Return this rank's values of a bucket, for the global model."""
 
     def when_whole(self, action: Callable[[], None]) -> None:
-        """Call ``action`` when this rank's parts all belong to one step: at once, or soon.
+        """Call ``action``, possibly at once, when all parts on this rank belong to one step.
 
-        To be called by a message handler; ``action`` runs as one.
+        Call it from a message handler; ``action`` runs as one.
         """
         action()
 
     def weight(self, bucket: Bucket) -> float:
-        """What they weigh in the mean over all ranks that have some."""
+        """Return the weight of this rank's values in the mean over all ranks that have some."""
         return 1.0
 
     def state_dict(self) -> dict[str, Any]:
-        """All state, as tensors, numbers, strings, lists and dicts."""
+        """Return all state, as tensors, numbers, strings, lists and dicts."""
         return state_of(self, self.SAVED)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state from :meth:`state_dict`."""
+        """Restore a state from :meth:`state_dict`."""
         load_state(self, self.SAVED, state)
 
     # -- another number of ranks: rank 0's role merges the states of all workers ------------
@@ -102,11 +102,11 @@ class Role(ABC):
         """Merge the state of one more worker into those of ``count - 1`` others.
 
         Args:
-            merged: theirs; None: it is the first one.
-            new: less the model; it may be changed.
-            count: of the states, this one included.
-            worker: its number.
-            workers: that wrote the checkpoint.
+            merged: merged state of the others; None for the first worker.
+            new: the worker's state without the model; it may be changed.
+            count: number of states, including this one.
+            worker: index of the worker.
+            workers: number of workers that wrote the checkpoint.
 
         Raises:
             UserError: the states have no common value.
@@ -114,28 +114,28 @@ class Role(ABC):
         return merge(TrainingWorker.SAVED, merged, new, count)
 
     def weights_in(self, state: Mapping[str, Any], buckets: int) -> Sequence[float]:
-        """The weights of each bucket of a worker's model in the global one, by its state."""
+        """Return the weights of each bucket of a worker's model in the global one."""
         return [1.0] * buckets
 
     @abstractmethod
     def resize(self, merged: MergedState) -> None:
-        """Continue from the state of other numbers of workers and servers.
+        """Continue from the merged state of another number of workers and servers.
 
         Raises:
             UserError: a state cannot be divided among other ranks.
         """
 
     def common(self) -> dict[str, Any]:
-        """What all ranks have in common, as JSON: for one that takes part again."""
+        """Return the state shared by all ranks, as JSON, for a rank that rejoins."""
         return {}
 
     def join(self, common: dict[str, Any]) -> None:
-        """Take part again, without a state of one's own, after a failure and a resumption."""
+        """Rejoin after a failure, without own state, once the run is resumed."""
         return
 
 
 class TrainingWorker(Role):
-    """A rank that computes gradients, with a model and an optimizer of its own.
+    """A rank that computes gradients, with its own model and optimizer.
 
     ``x`` is the model, one flat vector; ``index`` counts the ``n`` workers from 0.
     """
@@ -158,7 +158,7 @@ class TrainingWorker(Role):
         return self.x
 
     def direction(self, g: Tensor) -> Tensor:
-        """``opt(g)``, g the gradient of the current batch at ``x``: into ``g``, which holds any."""
+        """Return ``opt(g)``, with g the current batch's gradient at ``x``; overwrites ``g``."""
         self.worker.gradient(g)
         if self.worker.share != 1.0:
             scale(g, self.worker.share)
@@ -167,27 +167,27 @@ class TrainingWorker(Role):
         return g
 
     def descend(self, rate: float, g: Tensor) -> None:
-        """``x <- x - rate opt(g)``; ``g`` holds any. The result is projected before it is sent."""
+        """Compute ``x <- x - rate opt(g)``, and project x; overwrites ``g``."""
         add(self.x, self.direction(g), alpha=-rate)
         self.worker.project(self.x)
 
     def close(self) -> None:
-        """The model is the user's again."""
+        """Detach from the user's model."""
         self.worker.close()
 
     def counts(self) -> dict[str, int]:
-        """Gradients computed so far, and how many of them were refused."""
+        """Return the numbers of gradients computed and refused so far."""
         return {"computed": self.worker.computed, "refused": self.worker.refused}
 
     def doubt(self) -> str:
-        """One refused gradient may be that of one bad sample; several in a row are not."""
+        """Return a reason after several refused gradients in a row; one may be a bad sample's."""
         worker = self.worker
         if worker.in_a_row < 2:
             return ""
         return f"the last {worker.in_a_row} gradients of worker {worker.index} were refused"
 
     def part(self, bucket: Bucket) -> Tensor:
-        """This worker's own model."""
+        """Return a bucket of this worker's model."""
         return bucket.of(self.x)
 
     def merge_worker(
@@ -198,11 +198,11 @@ class TrainingWorker(Role):
         worker: int,
         workers: int,
     ) -> dict[str, Any]:
-        """See :meth:`Role.merge_worker`."""
+        """Merge the state of one more worker by the rules of ``SAVED``."""
         return merge(self.SAVED, merged, new, count)
 
     def resize(self, merged: MergedState) -> None:
-        """Begin from the global model, with what ``SAVED`` says of the workers' own states."""
+        """Start from the global model, with the workers' own states merged by ``SAVED``."""
         copy(self.x, merged.model)
         workers = self.worker.whole.size - self.worker.servers
         held_back = 1.0 if self.divides else merged.survivors / workers
@@ -221,7 +221,7 @@ class LedWorker(TrainingWorker):
         self.leader = LeaderLink(transport, layout, leader, wire, self.g, x, model)
 
     def run(self) -> None:
-        """Take the model, compute, send; until the segment's samples are used up."""
+        """Receive the model, compute, and send, until the segment's samples are used up."""
         for _ in self.worker.batches():
             self.leader.take_model()
             self.leader.flush()
@@ -229,9 +229,9 @@ class LedWorker(TrainingWorker):
         self.leader.flush()
 
     def counts(self) -> dict[str, int]:
-        """The gradients are the leader's."""
+        """Return the refused gradients; the leader counts computed ones."""
         return {"computed": 0, "refused": self.worker.refused}
 
     def weight(self, bucket: Bucket) -> float:
-        """Its model is the leader's of a step before."""
+        """Return 0: the model is a copy of the leader's from a step before."""
         return 0.0

@@ -1,4 +1,4 @@
-"""The computing of one step: its function, and a step whose duration is modelled."""
+"""Computation of one step: its function, and a step of simulated duration."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from aladdin_mpi.options.general import FORWARD_SHARE
 from aladdin_mpi.transport.base import IdleUntil, Transport, sleep_between
 
 Shape = Sequence[tuple[float, float]]
-"""Of backward: shares of the gradient, last layer first, with the shares of backward's time after
-which they are there, both rising; between two points, and to (0, 0) and (1, 1), in proportion."""
+"""Progress of backward: pairs of a share of the gradient, last layer first, and the share of
+backward's time after which it is complete; linear between points, (0, 0) and (1, 1)."""
 
 
 def interpolated(shape: Shape, share: float) -> float:
-    """The share of backward's time after which a share of the gradient is there."""
+    """Return the share of backward's time after which a share of the gradient is complete."""
     before = (0.0, 0.0)
     for point in (*shape, (1.0, 1.0)):
         if share <= point[0] and point[0] > before[0]:
@@ -35,16 +35,15 @@ def interpolated(shape: Shape, share: float) -> float:
 
 @dataclass
 class StepTimeModel:
-    """How long a step's computing takes.
+    """Duration of a step's computation.
 
     Args:
-        seconds: of one step on a worker that is not slowed down; None: as long as
-            it really takes.
-        slowdown: this worker's factor, >= 1.
-        jitter: relative standard deviation of the time of one step, lognormal.
-        seed: of the jitter; give each worker its own.
-        forward: the forward pass's share of a modelled step.
-        backward: when a modelled backward pass completes the gradient; empty: in proportion.
+        seconds: duration of a step on a worker without slowdown; None: real time.
+        slowdown: this worker's slowdown factor, >= 1.
+        jitter: relative standard deviation of a step's duration (lognormal).
+        seed: random seed of the jitter; different for each worker.
+        forward: the forward pass's share of a simulated step.
+        backward: progress of a simulated backward pass; empty: linear.
     """
 
     seconds: float | None = None
@@ -59,18 +58,18 @@ class StepTimeModel:
         self.random = random.Random(self.seed)
 
     def duration(self, seconds: float) -> float:
-        """Modelled seconds of the next step, which takes ``seconds`` on a plain worker."""
+        """Return a step's simulated duration; it takes ``seconds`` without slowdown."""
         factor = self.random.lognormvariate(0.0, self.jitter) if self.jitter else 1.0
         return seconds * self.slowdown * factor
 
     def completed(self, share: float) -> float:
-        """The share of a modelled step after which so much of the gradient is there."""
-        done = interpolated(self.backward, share) if self.backward else share
-        return self.forward + (1 - self.forward) * done
+        """Return the share of a simulated step after which a share of the gradient is complete."""
+        progress = interpolated(self.backward, share) if self.backward else share
+        return self.forward + (1 - self.forward) * progress
 
 
 class Skip(Enum):
-    """In place of a loss: nothing was computed, and the gradient is zero."""
+    """Replacement of a loss: nothing was computed, and the gradient is zero."""
 
     SKIPPED = "skipped"
 
@@ -78,16 +77,16 @@ class Skip(Enum):
 SKIPPED = Skip.SKIPPED
 Loss: TypeAlias = "float | Tensor | Skip | None"
 Compute = Callable[[SampleLease], Loss]
-"""Does forward and backward of a batch into the bound gradients and returns the loss; None:
-there is none. A tensor: a device is computing it."""
+"""Function that runs forward and backward of a batch into the bound gradients and returns the
+loss, if any, as a tensor if a device is still computing it."""
 
 
 class ModelledStep:
-    """A step whose duration is modelled: buckets are completed as ``pace`` says.
+    """A step of simulated duration, whose buckets are completed according to ``pace``.
 
     Args:
-        seconds: of a step on a plain worker.
-        pace: how far this worker's differ.
+        seconds: duration of a step without slowdown.
+        pace: this worker's duration model.
     """
 
     watch: BucketWatch | None = None
@@ -108,7 +107,7 @@ class ModelledStep:
         self._seconds = seconds
         self._pace = pace
         self._ends = [pace.completed(bucket.stop / layout.numel) for bucket in layout.buckets]
-        """When each bucket is complete, as a share of the step."""
+        """Completion of each bucket, as a share of the step."""
 
     def compute_into(
         self,
@@ -124,10 +123,10 @@ class ModelledStep:
             vector: its contents are overwritten.
             batch: the samples.
             on_bucket: called for every bucket, in order.
-            idle_until: how long that would have no effect: see :meth:`Transport.sleep_between`.
-            before_forward: called for every bucket, last first, when the forward pass comes to
-                it; it may wait. Real gradients are then computed between the forward pass, which
-                is modelled first, and the backward pass.
+            idle_until: when ``on_bucket`` next has an effect, see :meth:`Transport.sleep_between`.
+            before_forward: called for every bucket, last first, when the forward pass reaches it;
+                it may wait. Real gradients are then computed between the simulated forward and
+                backward passes.
         """
         self._replica.bind_gradients(vector)
         self._replica.keep_buffers()
@@ -145,7 +144,7 @@ class ModelledStep:
         return None if isinstance(loss, Skip) else loss
 
     def _pass_forward(self, duration: float, before_forward: OnBucket) -> float:
-        """Let the forward pass's time pass; return when it began, less waits."""
+        """Simulate the forward pass; return its start, excluding waits."""
         for bucket in reversed(self._layout.buckets):
             before_forward(bucket)
             share = bucket.numel / self._layout.numel
@@ -153,4 +152,4 @@ class ModelledStep:
         return self._transport.now() - duration * self._pace.forward
 
     def close(self) -> None:
-        """Nothing is left on the model."""
+        """Do nothing: the model has no hooks."""

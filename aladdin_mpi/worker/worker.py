@@ -1,4 +1,4 @@
-"""What an algorithm's worker stands on: its batches, its gradients, its learning rate."""
+"""Worker runtime: supplies batches, gradients and the learning rate to an algorithm."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from aladdin_mpi.worker.step import Compute, Loss, ModelledStep, StepTimeModel
 
 
 class SampleMilestones:
-    """All steps of the run's samples before ``samples`` are done.
+    """Completion of the steps before a sample number ``samples``, with callbacks.
 
-    For message handlers, where workers go in rounds.
+    Used by message handlers, if workers proceed in rounds.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -44,10 +44,10 @@ class SampleMilestones:
         self._waiting: list[tuple[int, Callable[[], None]]] = []
 
     def when(self, samples: int, action: Callable[[], None]) -> None:
-        """Call ``action`` when all steps of samples before ``samples`` are done.
+        """Call ``action`` once all steps of samples before ``samples`` are complete.
 
-        It is called between two steps, as a handler: at the first of these moments, or at once
-        if the segment's last step is done.
+        It is called like a handler between two steps, as early as possible, or at once if the
+        segment's last step is complete.
         """
         if not self._is_stepping and self.samples >= samples:
             action()
@@ -55,7 +55,7 @@ class SampleMilestones:
             self._waiting.append((samples, action))
 
     def advance(self, samples: int, is_stepping: bool) -> None:
-        """All steps before ``samples`` are done; the next one follows, or none."""
+        """Record that all steps before ``samples`` are complete; another may follow."""
         with self._transport.atomic():
             self.samples, self._is_stepping = samples, is_stepping
             waiting, self._waiting = self._waiting, []
@@ -67,12 +67,12 @@ class SampleMilestones:
 
 
 class RandomState:
-    """A rank's random numbers: the host's and, where one computes, the device's.
+    """A rank's random state: the host's and, with an accelerator, the device's.
 
-    Ranks that share a process, as in virtual time, each compute with their own.
+    Ranks that share a process, as in simulations, each compute with their own.
 
     Args:
-        device: that computes.
+        device: device that computes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -82,26 +82,26 @@ class RandomState:
         self.keep()
 
     def set(self, host: Tensor, device: Tensor | None) -> None:
-        """Take the states of a checkpoint."""
+        """Restore the states of a checkpoint."""
         self.host, self.device = host, device
 
     def keep(self) -> None:
-        """Take the process's states."""
+        """Save the process's states."""
         self.host = torch.get_rng_state()
         if self._accelerator is not None:
             self.device = random_state(self._accelerator)
 
     def restore(self) -> None:
-        """Set the process's states."""
+        """Set the process's states from the saved ones."""
         torch.set_rng_state(self.host)
         if self._accelerator is not None:
             set_random_state(self._accelerator, self.device)
 
     def during(self, compute: Compute) -> Compute:
-        """Return ``compute`` with these random numbers; the process's remain as they are."""
+        """Wrap ``compute`` to use these random states; the process's are preserved."""
         process = RandomState(self._accelerator or torch.device("cpu"))
 
-        def compute_so(lease: SampleLease) -> Loss:
+        def compute_with_state(lease: SampleLease) -> Loss:
             process.keep()
             self.restore()
             loss = compute(lease)
@@ -109,45 +109,45 @@ class RandomState:
             process.restore()
             return loss
 
-        return compute_so
+        return compute_with_state
 
 
 class Worker(Stateful):
     """One worker's replica and its supply of batches and gradients.
 
-    ``index`` counts the workers from 0, ``count`` is their number and ``servers``
-    that of the servers, which are ranks 0 to ``servers`` - 1. Where a node is one worker, all
-    that an algorithm sees of it is its leader.
+    ``index`` counts the workers from 0, ``count`` is their number and ``servers`` the number of
+    servers, which are ranks 0 to ``servers`` - 1. If a node acts as one worker, an algorithm
+    sees only its leader.
 
-    A gradient that is not finite is refused where it is made, so that no algorithm has to
-    know: what is not sound is cleared before anybody is told of it, and everything else
-    goes on as with any gradient. Rank 0 is told. ``refused`` counts such steps,
-    ``in_a_row`` those at the end of the steps so far.
+    A gradient that is not finite is refused on the worker that computes it, transparently to
+    the algorithm: non-finite values are zeroed before they are sent, and the step continues as
+    usual. The refusal is reported to rank 0. ``refused`` counts such steps, ``in_a_row`` those
+    at the end of the steps so far.
 
     Args:
-        transport: among the servers and workers of the algorithm.
+        transport: transport among the servers and workers of the algorithm.
         compute: see :data:`~aladdin_mpi.worker.step.Compute`.
-        pace: with ``seconds``, time is modelled.
+        pace: duration of steps, which is simulated if ``seconds`` is set.
         batch_size: samples of one step.
         schedule: learning rate as a function of the samples drawn by all workers.
-        clipping: of gradients; its ``wait_free``: tell of a bucket as soon as backward has
-            completed it (wait-free backpropagation), not of all of them when backward is over.
+        clipping: clips gradients; its ``wait_free``: report a bucket as soon as backward has
+            completed it (wait-free backpropagation), not all at the end of backward.
         lockstep: batches are parts of rounds that all workers take together.
-        max_loss: refuse the gradient of a batch with a larger loss. The loss is known when
-            backward is over: so ``clipping`` must not be wait-free.
-        rate: of the schedule's learning rate makes the one of the present step, where rank 0
+        max_loss: refuse the gradient of a batch with a larger loss. The loss is known only
+            after backward, so ``clipping`` must not be wait-free.
+        rate: converts the schedule's learning rate to that of the current step, if rank 0
             does not know it.
-        after_step: called with a batch when the algorithm has done all that it asks for.
-        on_empty: called with a lease without samples for this worker. Others may have some, and
-            be ahead of what this worker's user has to meet them at.
-        whole: the transport among all ranks, where that is another one.
-        node: the other workers of this node, which this one leads.
-        draws: where the samples come from; None: from rank 0.
-        marks_unused: whether others have to know which parameters a gradient does not reach.
-        steps_unused: whether the algorithm steps parameters that a batch does not use; the first
-            time is reported to rank 0.
-        project: changes a flat model after a step, as the script asks.
-        lr_scale: what the learning rate is multiplied by for a number of workers.
+        after_step: called with a batch after the algorithm's step.
+        on_empty: called with a lease without samples for this worker, while other workers
+            may have some.
+        whole: transport among all ranks, if it differs.
+        node: leader of the other workers of this node, if this worker is one.
+        draws: supplies samples; None: from rank 0.
+        marks_unused: whether other ranks have to know the unused parameters.
+        steps_unused: whether the algorithm steps parameters that a batch does not use; the
+            first time is reported to rank 0.
+        project: changes a flat model after a step, as set by the script.
+        lr_scale: factor on the learning rate for a number of workers.
     """
 
     SAVED = (
@@ -188,8 +188,7 @@ class Worker(Stateful):
         self.index = transport.rank - layout.servers
         self.count = transport.size - layout.servers
         self.lease = self.part = SampleLease(0, 0, 0)
-        """The present step's, and this rank's part of it, which is all but where it leads a node.
-        """
+        """Lease of the current step, and this rank's part of it: all, unless it leads a node."""
         self.samples = 0
         self.computed = 0
         self.refused = 0
@@ -234,21 +233,21 @@ class Worker(Stateful):
             max_loss,
         )
         self.current = GradientPass(self._stages, self.lease, self.part, self.parameters)
-        """The gradient of the current step; before the first one, of no batch."""
+        """The gradient of the current step; before the first one, of an empty batch."""
 
     def on_loss(self, action: Callable[[float], None]) -> None:
-        """Have ``action`` called with the finite loss of each step whose gradient is sound.
+        """Call ``action`` with the finite loss of each step whose gradient is not refused.
 
-        Where a device computes, that is a step late; :meth:`settle` waits for it.
+        On an accelerator that is one step late; :meth:`settle` waits for it.
         """
         self._on_loss.append(action)
 
     @property
     def share(self) -> float:
-        """What the current batch's mean gradient weighs in the mean over all workers.
+        """Weight of the current batch's mean gradient in the mean over all workers.
 
-        It is 1 where every worker has as many samples; the mean of gradients times
-        shares is that of all samples of the round.
+        It is 1 if all workers have the same number of samples; the mean of gradients times
+        shares is the mean over all samples of the round.
         """
         if not self._lockstep:
             return 1.0
@@ -261,29 +260,28 @@ class Worker(Stateful):
 
     @property
     def divisor(self) -> float:
-        """What gradients are divided by: see :func:`~aladdin_mpi.optimizers.sgd.divisor`."""
+        """Divisor of gradients, see :func:`~aladdin_mpi.optimizers.sgd.divisor`."""
         return divisor(self.count, self.survivors, self._lr_scale)
 
     def shares_of(self, ranks: Sequence[int]) -> float:
         """Return the sum of the shares of ``ranks`` in the current round.
 
-        The sum of their gradients times shares, divided by it, is the mean over their samples. It
-        is their number, unless a worker has failed that was to have more or fewer samples than
-        others. Without samples it is 1: their gradients are zero.
+        The sum of gradients times shares, divided by it, is the mean over their samples. It equals
+        the number of ranks, unless a worker with more or fewer samples than others has failed.
+        Without samples it is 1, as the gradients are zero.
         """
-        lease, everyone = self.lease, range(self.servers, self.transport.size)
-        dealt = [rank for rank in everyone if rank not in lease.absent]
-        samples = sum(
-            lease.size_of(place, len(dealt)) for place, rank in enumerate(dealt) if rank in ranks
-        )
-        return samples * len(dealt) / lease.whole or 1.0
+        lease, workers = self.lease, range(self.servers, self.transport.size)
+        members = [rank for rank in workers if rank not in lease.absent]
+        count = len(members)
+        samples = sum(lease.size_of(i, count) for i, rank in enumerate(members) if rank in ranks)
+        return samples * count / lease.whole or 1.0
 
     # -- batches ------------------------------------------------------------------------
     def batches(self) -> Iterator[SampleLease]:
-        """This worker's batches until the segment's samples are used up.
+        """Yield this worker's batches until the segment's samples are used up.
 
-        The next one is drawn while the current one is computed, or several where the
-        network is slow, so that drawing costs no waiting.
+        The next lease (or several, on a slow network) is requested during the computation of
+        the current one, which hides the latency.
         """
         draws, end = self._draws, self.reached.samples
         node, size = self._node, self._batch_size
@@ -302,7 +300,7 @@ class Worker(Stateful):
                 self._on_empty(self.part)
             has_ended = self.lease.whole == 0
             if has_ended:
-                continue  # so are those asked for after it
+                continue  # later leases are empty too
             for _ in range(draws.short):
                 draws.request(size, self._take_report())
             self.reached.advance(self.lease.start, is_stepping=True)
@@ -316,7 +314,7 @@ class Worker(Stateful):
             draws.report(self._take_report())
 
     def _take_report(self) -> WorkerReport:
-        """The oldest that has not been sent."""
+        """Return the oldest report that has not been sent."""
         traffic = self.transport.traffic
         report = self._reports.popleft() if self._reports else WorkerReport()
         return WorkerReport(
@@ -329,15 +327,15 @@ class Worker(Stateful):
         )
 
     def stop(self) -> None:
-        """Ask for the end of the run."""
+        """Request the end of the run."""
         self._draws.stop()
 
     def close_run(self) -> None:
-        """Ask for the end of the run, without its results."""
+        """Request the end of the run without its results."""
         self._draws.close_run()
 
     def pass_over(self, samples: int) -> None:
-        """Ask that no samples of the run before number ``samples`` are granted any more."""
+        """Request that samples before number ``samples`` of the run are not granted any more."""
         self._draws.pass_over(samples)
 
     # -- gradients ----------------------------------------------------------------------
@@ -348,14 +346,14 @@ class Worker(Stateful):
         idle_until: IdleUntil | None = None,
         before_forward: OnBucket | None = None,
     ) -> None:
-        """Compute the current batch's gradient into the flat ``vector``, whatever it holds.
+        """Compute the current batch's gradient into the flat ``vector``, overwriting it.
 
         ``on_bucket`` is called for every bucket, in order, as soon as it is complete: during
-        backward, or spread over the modelled one. It need not be called while it would do nothing
-        by ``idle_until`` (see :meth:`Transport.sleep_between`), where nothing is calculated. In a
-        modelled step ``before_forward`` is called when the forward pass comes to a bucket.
-        Without samples in the round the gradient is zero and takes no time. If a gradient is
-        refused, at least the bucket that is not finite, and those after it, are zero.
+        backward, or spread over the simulated one. A simulated step may skip it while it has
+        no effect by ``idle_until`` (see :meth:`Transport.sleep_between`), and calls
+        ``before_forward`` when the forward pass reaches a bucket. Without samples in the round
+        the gradient is zero and takes no time. If a gradient is refused, at least the first
+        bucket that is not finite and those after it are zero.
         """
         part = self.part
         step = self.current = GradientPass(
@@ -376,9 +374,9 @@ class Worker(Stateful):
     def unused(self, part: slice) -> Unused:
         """Return the parts of ``part``, relative to its start, that have no gradient.
 
-        These are the parameters that the current step's batch did not use, which are not to be
-        stepped. Those of a bucket are known when ``on_bucket`` is called for it. For a sum over
-        workers see :meth:`unused_by_all`.
+        These belong to parameters that the current step's batch did not use, which must not be
+        stepped. For a bucket they are known when ``on_bucket`` is called. For a sum over workers
+        see :meth:`unused_by_all`.
         """
         unused = self.current.unused
         return within(part, unused) if unused else ()
@@ -386,18 +384,18 @@ class Worker(Stateful):
     def unused_by_all(self, bucket: Bucket, total: Tensor) -> Unused:
         """Return the parts of a bucket of a sum of gradients that no worker has a gradient for.
 
-        Nothing has to be read, which on a device would wait for the sum, unless this worker has
-        none for some parameter itself.
+        The sum is read, which waits for a device, only if this worker itself has no gradient for
+        some parameter.
         """
         return self._stages.marks.read(bucket, total, self.replica.unused)
 
     def settle(self, lag: int = 0) -> None:
         """Process the outcomes of all steps but the newest ``lag``."""
         for outcome in self._outcomes.read(lag):
-            self._judge(outcome)
+            self._process_outcome(outcome)
 
-    def _judge(self, outcome: Outcome) -> None:
-        """Count a step, which may be refused, and report that to rank 0."""
+    def _process_outcome(self, outcome: Outcome) -> None:
+        """Count a step; if it is refused, report that to rank 0."""
         lease, loss, finding = outcome
         reason, bucket = finding or (None, -1)
         was_scaled = reason is not None and lease.scale != 1.0
@@ -414,7 +412,7 @@ class Worker(Stateful):
         elif loss is not None:
             for action in self._on_loss:
                 action(loss)
-        if not was_scaled:  # a smaller scale is tried first
+        if not was_scaled:  # otherwise a smaller scale is tried first
             self.in_a_row = self.in_a_row + 1 if refused else 0
         value = nan if loss is None else loss
         if reason is not None:
@@ -423,5 +421,5 @@ class Worker(Stateful):
         self._reports.append(WorkerReport(lease.size, nan if refused else value))
 
     def close(self) -> None:
-        """The run is over: take the hooks off the model."""
+        """Remove the hooks from the model at the end of the run."""
         self.step.close()

@@ -85,7 +85,7 @@ def momentum(numel: int, nesterov: bool, keeps_raw: bool, device: torch.device) 
     expected = [each.clone() for each in found]
     sgd = MomentumSGD(torch.empty(numel, device=device), 0.9, 1e-2, nesterov=nesterov)
     g, x, v, raw = expected
-    with_torch(lambda: sgd._turn(g, x, v, raw if keeps_raw else None))
+    with_torch(lambda: sgd._to_direction(g, x, v, raw if keeps_raw else None))
     g, x, v, raw = found
     fused.momentum_step(g, x, v, raw if keeps_raw else None, 1e-2, 0.9, nesterov)
     return max(difference(*pair) for pair in zip(found, expected, strict=True))

@@ -18,12 +18,12 @@ from torch import Tensor
 from aladdin_mpi.algorithms.ashl import (
     AshlServer,
     AshlWorker,
-    Head,
     Phase,
     PlannedShare,
     Stage,
     Times,
     TopK,
+    TrainingPlanner,
     local_steps,
     make_plan,
     rates,
@@ -143,7 +143,7 @@ def worker_of(end: Outcome, index: int) -> AshlWorker:
     return role
 
 
-def head_of(end: Outcome) -> Head:
+def head_of(end: Outcome) -> TrainingPlanner:
     role = end.servers[0].role
     assert isinstance(role, AshlServer) and role.head is not None
     return role.head

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.allreduce import compressed
-from aladdin_mpi.allreduce.compressed import UNDER_WAY, InOrder, Queued
+from aladdin_mpi.allreduce.compressed import IN_FLIGHT, InOrder, Queued
 from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.options.run import SimulateOptions
@@ -156,7 +156,7 @@ def test_queue_limits_pending_collectives_and_keeps_one_order(
         assert x is not None
         assert torch.allclose(x, expected, rtol=1e-5, atol=1e-5)
     for each in watching.values():
-        assert max(each.counts) == UNDER_WAY
+        assert max(each.counts) == IN_FLIGHT
         assert each.started == watching[0].started
 
 

@@ -42,4 +42,4 @@ def test_loss_scale_resumes_from_its_state() -> None:
     scale.count()
     scale.overflowed(5, 9)
     other.load_state_dict(scale.state_dict())
-    assert (other.exponent, other.sound, other.since) == (FIRST_EXPONENT - 1, 0, 9)
+    assert (other.exponent, other.steps, other.since) == (FIRST_EXPONENT - 1, 0, 9)

@@ -422,7 +422,7 @@ DEFECTS: dict[str, tuple[str, tuple[int, int], Callable[[], Any]]] = {
         "bsp",
         LATE_COPIES,
         lambda: replaced(
-            worker_mailbox._Line, "repost", lambda self, count, after=None: self._repost(count)
+            worker_mailbox._Inbox, "repost", lambda self, count, after=None: self._repost(count)
         ),
     ),
 }

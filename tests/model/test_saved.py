@@ -12,11 +12,11 @@ from torch import Tensor
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.state import (
-    ANEW,
     FIRST,
     HELD_BACK,
     LARGEST,
     MEAN,
+    RESTART,
     SMALLEST,
     TOTAL,
     MergedPart,
@@ -148,7 +148,7 @@ def test_new_rank_takes_each_field_by_its_rule() -> None:
         (MEAN, (None, [3.0], None), [1.0]),
         (MEAN, ([3.0], None, [6.0]), [3.0]),
         (HELD_BACK, ([3.0], [3.0], [6.0]), [4.0]),
-        (ANEW, ([3.0], [3.0], [6.0]), [4.0]),
+        (RESTART, ([3.0], [3.0], [6.0]), [4.0]),
     ],
 )
 def test_rule_merges_values_of_three_ranks(rule: Rule, values: Any, expected: Any) -> None:

@@ -54,7 +54,7 @@ def test_idle_progress_thread_wakes_when_an_operation_is_posted(
     """All ranks are idle, so that each is woken by its own operation."""
     for number in range(3):
         transport.wait(transport.ibarrier())
-        assert happens(lambda: transport._signals.dozes)
+        assert happens(lambda: transport._signals.polls_rarely)
         pass_on(transport, tag=2010 + number)
 
 

@@ -36,7 +36,7 @@ def dead(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 def transport(dead: set[int]) -> Iterator[MpiTransport]:
     transport = MpiTransport(timeout=30, progress=False)
     transport._failures.survives = True
-    transport._requests._is_wounded = True  # one by one: made-up handles are not MPI's
+    transport._requests._has_met_failure = True  # one by one: made-up handles are not MPI's
     yield transport
     # No rank has failed: the ranks leave as usual.
     transport._failures.survives, transport._failures.failed = False, frozenset()

@@ -169,10 +169,10 @@ def test_modelled_server_memory_traffic_of_quantised_messages() -> None:
     assert encoder is not None
     values, message = 40_000, 4 * message_length(10_000, 4)
     # In and out of the message, and a value read and written for each in it.
-    assert TAKEN * message + codec.besides(bucket, message) == 3 * message + 2 * values
-    assert TAKEN * values + codec.besides(bucket, values) == 5 * values
+    assert TAKEN * message + codec.extra_bytes(bucket, message) == 3 * message + 2 * values
+    assert TAKEN * values + codec.extra_bytes(bucket, values) == 5 * values
     # The values and the shadow are read; the shadow and the message are written.
-    assert SENT * message + encoder.besides(bucket, message) == 3 * values + message
+    assert SENT * message + encoder.extra_bytes(bucket, message) == 3 * values + message
 
 
 # -- EASGD: models both ways -----------------------------------------------------

@@ -88,7 +88,7 @@ def test_surviving_workers_of_an_all_reduce_stay_bit_identical(
 ) -> None:
     """A worker without the sums of a step gets them from another, or all sum again."""
     seen = Counter[str]()
-    for name in ("_take", "_begin_again"):
+    for name in ("_receive_sums", "_restart"):
         count_calls(monkeypatch, SurvivingSums, name, seen)
     for seed in range(2 * SCHEDULES):
         job = schedule(algorithm, seed)
@@ -96,9 +96,9 @@ def test_surviving_workers_of_an_all_reduce_stay_bit_identical(
         job.settings[algorithm.replace("-", "_")] = {"allreduce": by}
         models = [model_of(rank.role, job) for rank in run(job).workers]
         assert all(torch.equal(model, models[0]) for model in models), seed
-    assert seen["_begin_again"]
+    assert seen["_restart"]
     if (algorithm, by) == ("ar-sgd", "mpi"):  # with others a single worker seldom has them
-        assert seen["_take"]
+        assert seen["_receive_sums"]
 
 
 def model_of(role: Role, job: Job) -> Tensor:

@@ -1,1 +1,1 @@
-"""Real bytes, real time: the ranks of an MPI job."""
+"""MPI engine: the ranks of an MPI job, in real time."""

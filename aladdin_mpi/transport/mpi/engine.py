@@ -1,7 +1,7 @@
-"""The MPI engine: real bytes, real time.
+"""The MPI engine, in real time.
 
-:mod:`.progress` has the protocol of its threads, :mod:`.requests` how requests begin and end,
-:mod:`.world` the ranks that have failed and the end of the job.
+:mod:`.progress` contains the threading protocol, :mod:`.requests` the life cycle of requests,
+:mod:`.world` failure detection and the end of the job.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from aladdin_mpi.process import startup
-from aladdin_mpi.transport.mpi import world  # before MPI: it decides how that begins and ends
+from aladdin_mpi.transport.mpi import world  # before MPI, whose start and end it configures
 
 # isort: split
-from mpi4py import MPI  # before torch: Cray MPICH breaks the other way round
+from mpi4py import MPI  # before torch: Cray MPICH fails in the opposite order
 
 # isort: split
 import torch
@@ -59,20 +59,20 @@ DATATYPES = {
     torch.float64: MPI.DOUBLE,
     torch.int64: MPI.INT64_T,
 }
-"""Of :data:`collectives.REDUCIBLE`."""
+"""MPI datatypes of :data:`collectives.REDUCIBLE`."""
 
 
 class MpiTransport(Transport):
-    """The ranks of ``MPI_COMM_WORLD``, on communicators of their own.
+    """The ranks of ``MPI_COMM_WORLD``, on separate communicators.
 
     Args:
-        timeout: longest wait in seconds for another rank; None waits for ever.
-        progress: run the progress thread. Without it nothing moves while a rank
+        timeout: longest wait for another rank in seconds; None: no limit.
+        progress: run the progress thread. Without it messages do not progress while a rank
             computes; the benchmarks show the difference.
 
     Raises:
-        UserError: at rank 0, a host's number of cores is wrong; RefusedError at the others.
-        PeerFailedError: a rank has died already.
+        UserError: on rank 0, if a host's number of cores is invalid; RefusedError on the others.
+        PeerFailedError: a rank has failed already.
     """
 
     engine = "mpi"
@@ -141,14 +141,14 @@ class MpiTransport(Transport):
         name = f"receive from {sender}, tag {tag}"
         request = MpiRequest(name, buffer, receives=True, peer=source, tag=tag)
         request.source = source
-        # Posted by the next poll: MPI copies a message that has been announced already
-        # inside Irecv, which must not keep this thread from its work.
+        # Posted by the next poll: inside Irecv, MPI copies a message that has been announced,
+        # which must not delay this thread.
         self._requests.begin(request)
         return request
 
     def test(self, request: Request) -> bool:
         if not request.done:
-            # Not while another thread polls: what has ended by now is to be seen by now.
+            # Wait for another polling thread, so that everything that has ended is seen.
             self._polling.poll(patient=True)
         if request.failed is not None:
             raise PeerFailedError(request.failed, self.host_names[request.failed])
@@ -190,7 +190,7 @@ class MpiTransport(Transport):
     def exclude_from_traffic(self, *tags: int) -> None:
         self._requests.untracked |= set(tags)
 
-    # -- ranks that fail ----------------------------------------------------
+    # -- failed ranks -------------------------------------------------------
     @property
     def survives(self) -> bool:  # type: ignore[override]
         return self._failures.survives
@@ -212,19 +212,19 @@ class MpiTransport(Transport):
                 return
             self._failures.excluded |= {rank}
             self._failures.add(rank)
-        # First, so that a group that needs the rank reports so, and not a request that ends.
-        self._polling.tell_failures()
+        # First, so that a group that needs the rank reports its failure before requests end.
+        self._polling.report_failures()
         with self._polling.lock:
             self._requests.end_what_needs(rank)
 
     def is_revoked(self, without: int | None = None) -> bool:
         return False
 
-    # -- messages that interrupt --------------------------------------------
+    # -- message handlers ---------------------------------------------------
     def on_message(
         self, tag: int, nbytes: int, handler: Handler, *, as_numbers: bool = False
     ) -> None:
-        # A receive from any rank ends with an error at every failure: so one for each rank.
+        # A receive from any rank ends with an error at every failure, so post one for each rank.
         sources, depth = [ANY_SOURCE], HANDLER_DEPTH
         if self.survives:
             sources, depth = surviving_ranks(self), 1
@@ -235,7 +235,7 @@ class MpiTransport(Transport):
     def when_done(self, operation: Request | Event, action: Callable[[], None]) -> None:
         self._handlers.when_done(operation, action)
         if not isinstance(operation, Request):
-            self._signals.begun()
+            self._signals.notify_posted()
 
     def atomic(self) -> AbstractContextManager[Any]:
         return self._handlers.lock
@@ -244,9 +244,9 @@ class MpiTransport(Transport):
     def _collective(
         self, name: str, volume: int, *arguments: object, kept: Tensor | None = None
     ) -> Request:
-        """Start a collective; ``volume`` is what it is taken to send.
+        """Start a collective; ``volume`` is its estimated number of bytes sent.
 
-        ``kept`` lives until it is done: mpi4py itself does not keep what is sent.
+        ``kept`` is referenced until it is done, since mpi4py does not keep the send buffer.
         """
         self.traffic.bytes_sent += volume
         request = MpiRequest(name, kept, receives=False)
@@ -268,8 +268,8 @@ class MpiTransport(Transport):
     def iallreduce(self, buffer: Tensor, total: Tensor | None = None) -> Request:
         collectives.check_reducible(buffer)
         if total is None:
-            # Not in place: Open MPI then takes a tree, which moves whole buffers and took twice
-            # as long with 8 ranks on 4 hosts. A copy costs a hundredth of that.
+            # Not in place: Open MPI then uses a tree, which moves whole buffers and took twice as
+            # long with 8 ranks on 4 hosts. A copy costs a hundredth of that.
             buffer, total = buffer.detach().clone(), buffer
         kind = DATATYPES[buffer.dtype]
         volume = collectives.allreduce_bytes(buffer.nbytes, self.size)
@@ -292,8 +292,8 @@ class MpiTransport(Transport):
             return
         self._polling.stop()
         self._requests.take_fresh()
-        wait_ended(self, self._requests.left(receives=False))
-        for request in self._requests.left(receives=True):
+        wait_ended(self, self._requests.unfinished(receives=False))
+        for request in self._requests.unfinished(receives=True):
             self.cancel(request)
         self._polling.closed = True
         self._take_leave(status)
@@ -301,11 +301,11 @@ class MpiTransport(Transport):
             raise TransportError("closed while sends waited for their event")
 
     def _take_leave(self, status: int) -> None:
-        """Leave together, the first rank last: none may be gone to which another still sends."""
+        """Leave together, the first rank last, so that no rank leaves while others send to it."""
         last, *others = surviving_ranks(self)
         if self.rank != last:
             if self.survives:
-                world.tell_exit(self._collectives, last)
+                world.announce_exit(self._collectives, last)
             world.take_leave(self._collectives, last, self.timeout)
             return
         world.give_leave(self._collectives, others)
@@ -315,9 +315,9 @@ class MpiTransport(Transport):
 
 
 def _set_up() -> tuple[MPI.Intracomm, MPI.Intracomm, list[str], int]:
-    """Communicators for messages and for collectives, all ranks' hosts, this host's cores.
+    """Return communicators for messages and collectives, all ranks' hosts, and this host's cores.
 
-    Raises as the transport itself.
+    Raises the errors of the transport's constructor.
     """
     cores, problem = 0, None
     try:
@@ -326,13 +326,13 @@ def _set_up() -> tuple[MPI.Intracomm, MPI.Intracomm, list[str], int]:
         problem = str(error)
     with world.as_failures():
         messages, collectives = MPI.COMM_WORLD.Dup(), MPI.COMM_WORLD.Dup()
-        told = messages.allgather((MPI.Get_processor_name(), problem))
-    wrong = next(((host, each) for host, each in told if each is not None), None)
-    if wrong is not None:
-        host, problem = wrong
-        one_says = UserError(f"host {host}: {problem}", agreed=True)
-        raise one_says if messages.rank == 0 else RefusedError
-    return messages, collectives, [host for host, _ in told], cores
+        reports = messages.allgather((MPI.Get_processor_name(), problem))
+    first_problem = next(((host, each) for host, each in reports if each is not None), None)
+    if first_problem is not None:
+        host, problem = first_problem
+        refused = UserError(f"host {host}: {problem}", agreed=True)
+        raise refused if messages.rank == 0 else RefusedError
+    return messages, collectives, [host for host, _ in reports], cores
 
 
 def _summary(requests: Sequence[Request]) -> str:

@@ -1,25 +1,25 @@
-"""Which thread polls MPI, and how the threads of one rank keep out of each other's way.
+"""Polling of MPI, and synchronisation of the threads of one rank.
 
-Two facts about MPI shape this. A non-blocking send moves nothing while the program computes,
-unless a thread enters the library: so a progress thread polls. And a rank that waits by spinning
-takes the core from its neighbours: so waits back off into short sleeps.
+Two properties of MPI determine the design. A non-blocking send does not progress during
+computation unless a thread enters the library, so a progress thread polls. And a rank that
+busy-waits takes the core from other ranks, so waits back off into short sleeps.
 
 The protocol:
 
-- **One polls.** The polling lock is held by the thread that posts receives and tests for
-  completions, which is when MPI copies what has arrived. At the same time another thread works on
-  what it has and, with ``MPI_THREAD_MULTIPLE``, sends. With ``MPI_THREAD_SERIALIZED`` the same
-  lock covers every call.
-- **Beginning** needs no lock: a request is put on a queue, from which the next poll takes it.
-  Posting an operation ends the doze of the progress thread.
-- **Waiting.** A rank that waits polls for itself. If another thread is polling it does not queue
-  up for the lock, but sleeps until that thread reports something that it has completed, at once
-  and not when it comes out. The progress thread polls next to a rank that waits only while
-  messages stream in: the rank works on one while the next is copied. When a wait is over the
-  progress thread takes over.
-- **Handlers** run after a poll, in the thread that polled, outside the polling lock and under the
-  handlers' own. That one may be held while the polling lock is asked for, never the other way
-  round.
+- **One thread polls.** It holds the polling lock while it posts receives and tests for
+  completions, which is when MPI copies received data. At the same time another thread can process
+  messages and, with ``MPI_THREAD_MULTIPLE``, send. With ``MPI_THREAD_SERIALIZED`` the same lock
+  covers every call.
+- **Starting an operation** needs no lock: a request is put on a queue, from which the next poll
+  takes it. This also wakes the progress thread.
+- **Waiting.** A waiting rank polls itself. If another thread is polling, it does not wait for the
+  lock, but sleeps until that thread reports a completion, which happens immediately and not at
+  the end of the poll. The progress thread polls in addition to a waiting rank only while messages
+  stream in: the rank processes one while the next is copied. After the wait the progress thread
+  takes over.
+- **Handlers** run after a poll, in the polling thread, outside the polling lock and under the
+  handlers' lock. A thread may acquire the polling lock while holding the handlers' lock, never
+  the other way round.
 """
 
 from __future__ import annotations
@@ -40,33 +40,33 @@ from aladdin_mpi.transport.mpi.requests import MpiRequest, Requests, Signals
 from aladdin_mpi.transport.mpi.world import MpiFailures
 
 CORES = "ALADDIN_MPI_CORES"
-"""The environment variable with the cores that a host's ranks have, if fewer than it shows: in
-containers, or hosts that are namespaces of one machine."""
+"""Environment variable with the number of cores available to a host's ranks, if fewer than the
+host reports: in containers, or for hosts that are namespaces of one machine."""
 LIVELY = 0.02
-"""Seconds after the last completion for which messages are taken to be moving."""
+"""Seconds after the last completion during which messages are assumed to be moving."""
 SPINS = 50
-"""Polls without a sleep between, if every rank has a core."""
+"""Number of polls without a sleep, if every rank has a core."""
 STEP = 0.00002
 SHORT_NAP = 0.0002
 """Longest sleep, in seconds, between two polls of a waiting rank while messages move, ..."""
 LONG_NAP = 0.0005
 """... and when nothing has moved lately."""
 SHARE = 1 / 8
-"""Of the quiet time, that a waiting rank sleeps where cores are shared, ..."""
+"""Sleep of a waiting rank as a share of the quiet time, if cores are shared, ..."""
 SHARED_NAPS = (0.0001, 0.002)
-"""... at least and at most, in seconds."""
+"""... with these limits in seconds."""
 BACKGROUND = (0.0005, 0.001)
-"""Seconds between two polls while the rank computes: as messages move, and when none does."""
+"""Seconds between two polls during computation: while messages move, and otherwise."""
 SHARED_BACKGROUND = (0.002, 0.004)
 IDLE_BACKGROUND = (0.0005, 0.004)
-"""At least and at most while it computes and no data are under way: `SHARE` of the quiet time."""
+"""Limits during computation while no data are in flight: `SHARE` of the quiet time."""
 SHARED_IDLE_BACKGROUND = (0.002, 0.008)
 PARKED = 0.02
-"""Longest sleep of the progress thread while another one waits and polls."""
+"""Longest sleep of the progress thread while another thread waits and polls."""
 
 
 class PollBackoff:
-    """The sleeps of one of the ``ranks`` on a host with so many ``cores``."""
+    """Sleeps of one of ``ranks`` ranks on a host with ``cores`` cores."""
 
     def __init__(self, ranks: int, cores: int) -> None:
         self.shares = ranks > cores
@@ -74,7 +74,7 @@ class PollBackoff:
         self._idle = SHARED_IDLE_BACKGROUND if self.shares else IDLE_BACKGROUND
 
     def nap(self, turn: int, quiet: float) -> float:
-        """Return the sleep after poll ``turn``, ``quiet`` seconds after the last news."""
+        """Return the sleep after poll ``turn``, ``quiet`` seconds after the last completion."""
         if self.shares:
             shortest, longest = SHARED_NAPS
             return min(longest, max(shortest, SHARE * quiet))
@@ -82,7 +82,7 @@ class PollBackoff:
         return min(longest, STEP * max(0, turn - SPINS))
 
     def background(self, quiet: float, is_idle: bool = False) -> float:
-        """Return the sleep between two background polls; ``is_idle``: no data are under way."""
+        """Return the sleep between two background polls; ``is_idle``: no data are in flight."""
         if is_idle:
             shortest, longest = self._idle
             return min(longest, max(shortest, SHARE * quiet))
@@ -90,10 +90,10 @@ class PollBackoff:
 
 
 def cores_of_host() -> int:
-    """Return the cores of this host, or as many as its ranks have by `CORES`.
+    """Return the number of cores of this host for its ranks, from `CORES` if it is set.
 
     Raises:
-        UserError: the variable holds something else than a positive number.
+        UserError: the variable is not a positive number.
     """
     given = os.environ.get(CORES)
     if given is None:
@@ -107,14 +107,14 @@ def cores_of_host() -> int:
 
 
 HANDLER_DEPTH = 4
-"""Receives posted ahead for every handler."""
+"""Number of receives posted ahead for every handler."""
 
 Receive = Callable[[Tensor, int, int], MpiRequest]
-"""Posts a receive: its buffer, source and tag."""
+"""Function that posts a receive, given its buffer, source and tag."""
 
 
 class _Inbox:
-    """The receives posted ahead for one handler, from a rank or ``ANY_SOURCE``, in their order."""
+    """The receives posted ahead for one handler, from a rank or ``ANY_SOURCE``, in order."""
 
     def __init__(self, source: int, tag: int, handler: Handler) -> None:
         self.source = source
@@ -122,11 +122,11 @@ class _Inbox:
         self.handler = handler
         self.posted: deque[MpiRequest] = deque()
         self.dropped = False
-        """Its receives may have been abandoned, so that one that has ended holds no message."""
+        """Whether its receives may have been abandoned: an ended one then contains no message."""
 
 
 class Handlers:
-    """Callbacks that run under ``lock``, one at a time, in whichever thread has polled."""
+    """Callbacks that run under ``lock``, one at a time, in any thread that has polled."""
 
     def __init__(self, receive: Receive) -> None:
         self.lock = threading.RLock()
@@ -139,7 +139,7 @@ class Handlers:
     def add(
         self, sources: Sequence[int], depth: int, tag: int, nbytes: int, handler: Handler
     ) -> None:
-        """Call ``handler`` with each message of a tag; ``depth`` receives for each source."""
+        """Call ``handler`` for each message with a tag; post ``depth`` receives for each source."""
         for source in sources:
             inbox = _Inbox(source, tag, handler)
             for _ in range(depth):
@@ -147,20 +147,20 @@ class Handlers:
             self._inboxes = [*self._inboxes, inbox]
 
     def drop(self, applies: Callable[[int, int], bool]) -> None:
-        """Handle no more messages to whose source and tag ``applies``."""
-        # Marked too: another thread may be iterating over the old list.
+        """Stop handling messages for whose source and tag ``applies`` is true."""
+        # Mark them too, as another thread may be iterating over the old list.
         for inbox in self._inboxes:
             inbox.dropped |= applies(inbox.source, inbox.tag)
         self._inboxes = [inbox for inbox in self._inboxes if not inbox.dropped]
 
     def when_done(self, operation: Request | Event, action: Callable[[], None]) -> None:
-        """Call ``action`` once the request has ended, or the event has happened."""
+        """Call ``action`` once the request has ended or the event has occurred."""
         with self.lock:
             self._when_done = [*self._when_done, (operation, action)]
 
     @property
     def awaits_events(self) -> bool:
-        """Whether something is to be called once an event has happened."""
+        """Whether an action waits for an event."""
         return not all(isinstance(operation, Request) for operation, _ in self._when_done)
 
     def watch(self, look: Callable[[], None]) -> None:
@@ -172,7 +172,7 @@ class Handlers:
         self._looks = [each for each in self._looks if each != look]
 
     def run(self) -> None:
-        """Run the handlers of what has arrived or ended."""
+        """Run the handlers of messages and operations that have ended."""
         for inbox in self._inboxes:
             if inbox.posted and inbox.posted[0].done:
                 self._dispatch(inbox)
@@ -190,7 +190,7 @@ class Handlers:
                 request = inbox.posted.popleft()
                 assert request.buffer is not None
                 if request.failed is not None:
-                    continue  # no more of these will come
+                    continue  # no more messages can arrive from a failed rank
                 try:
                     inbox.handler(request.source, request.buffer[: request.nbytes])
                 finally:
@@ -210,12 +210,12 @@ def _has_ended(operation: Request | Event) -> bool:
 
 
 class Polling:
-    """Polls, in the progress thread and in threads that wait.
+    """Polling by the progress thread and by waiting threads.
 
     Attributes:
-        lock: held by the thread that polls.
-        closed: nothing is polled for any more.
-        thread: the progress thread, if there is one.
+        lock: held by the polling thread.
+        closed: whether polling has ended.
+        thread: the progress thread, if any.
     """
 
     def __init__(
@@ -239,8 +239,8 @@ class Polling:
     # -- the progress thread -----------------------------------------------------
     def start(self) -> None:
         """Start the progress thread."""
-        # A compute thread that stays in Python must not keep the progress thread
-        # from the interpreter lock for the default 5 ms.
+        # A compute thread in Python code must not keep the progress thread from the interpreter
+        # lock for the default 5 ms.
         sys.setswitchinterval(min(sys.getswitchinterval(), 0.0005))
         self.thread = threading.Thread(target=self._progress, name="mpi-progress", daemon=True)
         self.thread.start()
@@ -252,7 +252,7 @@ class Polling:
             self.thread.join()
 
     def _progress(self) -> None:
-        """Poll now and then, so that messages move while the rank computes."""
+        """Poll periodically, so that messages progress during computation."""
         requests, signals, streaming = self._requests, self._signals, False
         while not self._stopping:
             before = requests.completions
@@ -262,27 +262,27 @@ class Polling:
             if not streaming:
                 signals.takes_over.wait(self._pause())
                 signals.takes_over.clear()
-                signals.dozes = False
+                signals.polls_rarely = False
 
     def _pause(self) -> float:
         """Return the seconds until the next poll of the progress thread."""
         signals = self._signals
         if signals.waiters:
             return PARKED
-        # First, so that what is added from here on ends the pause.
-        signals.dozes = True
-        signals.dozes = self._requests.is_quiet and not self._handlers.awaits_events
-        return self._pace.background(self._quiet(), signals.dozes)
+        # Set first, so that operations added from here on end the pause.
+        signals.polls_rarely = True
+        signals.polls_rarely = self._requests.is_quiet and not self._handlers.awaits_events
+        return self._pace.background(self._quiet(), signals.polls_rarely)
 
     def _quiet(self, since: float = 0.0) -> float:
-        """Return for how many of the seconds ``since`` a moment nothing has been completed."""
+        """Return the seconds without a completion, at most those since ``since``."""
         return time.perf_counter() - max(self._requests.last_news, since)
 
     # -- a poll --------------------------------------------------------------------
     def poll(self, patient: bool = False) -> bool:
-        """Complete what can be completed, then run the handlers of what has arrived.
+        """Complete finished operations, then run their handlers.
 
-        Returns False if another thread is polling and completes it, unless ``patient``.
+        Returns False if another thread is polling, unless ``patient``.
         """
         free = self.lock.acquire(blocking=patient)
         if free:
@@ -291,18 +291,18 @@ class Polling:
                     self._requests.complete()
             finally:
                 self.lock.release()
-        if self._failures.untold:
-            self.tell_failures()
+        if self._failures.unreported:
+            self.report_failures()
         self._handlers.run()
         return free
 
-    def tell_failures(self) -> None:
-        """Report the ranks that have failed, as a handler."""
+    def report_failures(self) -> None:
+        """Report failed ranks to their actions, as a handler."""
         with self._handlers.lock:
-            while self._failures.untold:
-                self._tell_failure(self._failures.untold.popleft())
+            while self._failures.unreported:
+                self._report_failure(self._failures.unreported.popleft())
 
-    def _tell_failure(self, failed: int) -> None:
+    def _report_failure(self, failed: int) -> None:
         self._handlers.drop(lambda source, tag: source == failed)
         for action in self._failures.actions:
             action(failed)
@@ -320,9 +320,9 @@ class Polling:
             while True:
                 signals.news.clear()
                 polled = self.poll()
-                found = look()
-                if found >= 0:
-                    return found
+                index = look()
+                if index >= 0:
+                    return index
                 if limit is not None and time.perf_counter() - start > limit:
                     return -1
                 if not polled:

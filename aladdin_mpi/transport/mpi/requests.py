@@ -1,4 +1,4 @@
-"""Requests of the MPI engine from their start to their end."""
+"""Requests of the MPI engine, from start to end."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Hashable, Iterator
 from operator import itemgetter
 
-from aladdin_mpi.transport.mpi import world  # before MPI: it decides how that begins and ends
+from aladdin_mpi.transport.mpi import world  # before MPI, whose start and end it configures
 
 # isort: split
-from mpi4py import MPI  # before torch: Cray MPICH breaks the other way round
+from mpi4py import MPI  # before torch: Cray MPICH fails in the opposite order
 
 # isort: split
 from torch import Tensor
@@ -21,34 +21,34 @@ from aladdin_mpi.transport.base import ANY_SOURCE, Event, Request, Traffic, as_b
 from aladdin_mpi.transport.mpi.world import MpiFailures
 
 NAMED_WITHIN = 10.0
-"""Longest time in seconds from an operation's end by a failure to the name of the failed rank."""
+"""Longest time from an operation's end by a failure to MPI's naming of the failed rank."""
 
 
 class Signals:
-    """Events between the progress thread, the threads that wait, and those that begin something.
+    """Synchronisation of the progress thread, waiting threads, and threads that post operations.
 
     Attributes:
-        waiters: threads that wait for a request.
-        news: something has ended: for a thread that waits while another one polls.
-        takes_over: for the progress thread: one that polled for itself goes back to work, or has
-            begun something.
-        dozes: the progress thread polls seldom.
+        waiters: number of threads that wait for a request.
+        news: an operation has ended; wakes a thread that waits while another one polls.
+        takes_over: wakes the progress thread: a waiting thread has stopped polling, or an
+            operation has been posted.
+        polls_rarely: the progress thread polls rarely.
     """
 
     def __init__(self) -> None:
         self.waiters = 0
         self.news = threading.Event()
         self.takes_over = threading.Event()
-        self.dozes = False
+        self.polls_rarely = False
 
-    def begun(self) -> None:
-        """End the doze: there is something to poll for."""
-        if self.dozes:
+    def notify_posted(self) -> None:
+        """Wake the progress thread, as an operation has been posted."""
+        if self.polls_rarely:
             self.takes_over.set()
 
 
 def check_buffer(buffer: Tensor) -> None:
-    """Raise a TransportError if a buffer is not contiguous, or not in the CPU's memory."""
+    """Raise a TransportError if a buffer is not contiguous or not in CPU memory."""
     if not buffer.is_contiguous() or buffer.device.type != "cpu":
         raise TransportError(
             f"MPI sends contiguous CPU tensors; got shape {tuple(buffer.shape)} with strides "
@@ -57,23 +57,23 @@ def check_buffer(buffer: Tensor) -> None:
 
 
 def in_bytes(buffer: Tensor) -> list[object]:
-    """Return ``buffer`` as MPI takes it: its own memory, counted in bytes."""
+    """Return the memory of ``buffer`` in MPI's form, as bytes."""
     check_buffer(buffer)
     return [as_bytes(buffer).numpy(), MPI.BYTE]
 
 
 SMALL = 1 << 16
-"""Bytes of a message that arrives within a poll or two, which may then be rare."""
+"""Largest message that arrives within a poll or two, so that polls may be rare."""
 
 
 class MpiRequest(Request):
-    """A message or a collective under way.
+    """A message or a collective in progress.
 
     Args:
-        what: a few words for messages to the user.
-        buffer: lives as long as the request.
+        what: short description for messages to the user.
+        buffer: kept as long as the request.
         receives: whether it is a receive.
-        peer: the other rank; ``ANY_SOURCE``: not known, or all of them.
+        peer: the other rank; ``ANY_SOURCE``: unknown, or all of them.
         tag: below 0 for collectives.
     """
 
@@ -93,14 +93,14 @@ class MpiRequest(Request):
         self.tag = tag
         self.handle: MPI.Request = MPI.REQUEST_NULL
         self.broken: tuple[MPI.Exception, float] | None = None
-        """Ended by a failure of a rank that MPI has not named yet, and since when."""
+        """The error and time of its end, if by a failure of a rank that MPI has not named yet."""
         self.is_collective = tag < 0 and not receives
         self.line: Hashable = id(self) if self.is_collective else (receives, peer, tag)
-        """The same for requests that MPI matches in their order."""
+        """Key of the requests that MPI matches in order."""
 
 
 class PendingRequests:
-    """Requests in lines, each in the order in which they were added."""
+    """Requests in lines, each in the order of posting."""
 
     def __init__(self) -> None:
         self._lines: dict[Hashable, deque[MpiRequest]] = {}
@@ -113,22 +113,22 @@ class PendingRequests:
         return sum(map(len, self._lines.values()))
 
     def __iter__(self) -> Iterator[MpiRequest]:
-        """Iterate over a copy of all, line by line."""
+        """Iterate over a copy of all requests, line by line."""
         return iter([request for line in self._lines.values() for request in line])
 
     def add(self, request: MpiRequest) -> None:
-        """Put a request that MPI has been given at the end of its line."""
+        """Add a request posted to MPI at the end of its line."""
         line = self._lines.setdefault(request.line, deque())
         line.append(request)
         self._stale |= len(line) == 1
 
     def remove(self, request: MpiRequest) -> None:
-        """Take out a request, wherever in its line it stands."""
+        """Remove a request at any place in its line."""
         self._lines[request.line].remove(request)
         self._tidy(request.line)
 
     def before(self, request: MpiRequest) -> list[MpiRequest]:
-        """Return the requests of the line to which ``request`` is to be added."""
+        """Return the requests in the line of ``request``, before it is added."""
         return list(self._lines.get(request.line, ()))
 
     def firsts(self) -> list[MpiRequest]:
@@ -143,12 +143,12 @@ class PendingRequests:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no data are under way: all are receives of small messages."""
+        """Whether no data are in flight: all requests are receives of small messages."""
         self._refresh()
         return self._is_idle
 
     def drop_ended(self) -> None:
-        """Take out requests at the head of a line that have ended."""
+        """Remove requests that have ended from the heads of their lines."""
         for name, line in list(self._lines.items()):
             if line[0].done:
                 while line and line[0].done:
@@ -156,7 +156,7 @@ class PendingRequests:
                 self._tidy(name)
 
     def drop_all_ended(self) -> None:
-        """Take out all requests that have ended, wherever they stand."""
+        """Remove all requests that have ended, at any place."""
         for request in self:
             if request.done:
                 self.remove(request)
@@ -178,15 +178,15 @@ class PendingRequests:
 
 
 class Requests:
-    """Requests from their start to their end.
+    """All requests of a rank, from start to end.
 
-    Everything happens under the polling lock, but for :meth:`send` and :meth:`begin`: what they
-    add to ``_fresh`` is taken up by the next poll.
+    All methods run under the polling lock, except :meth:`send` and :meth:`begin`: the next poll
+    takes what they add to ``_fresh``.
 
     Attributes:
-        completions: requests that have ended.
-        last_news: when the last one did.
-        is_idle: no data were awaited at the last poll.
+        completions: number of requests that have ended.
+        last_news: time of the last completion.
+        is_idle: no data were in flight at the last poll.
     """
 
     def __init__(
@@ -205,24 +205,24 @@ class Requests:
         self._statuses: list[MPI.Status] = []
         self._held_back: dict[tuple[int, int], deque[tuple[MpiRequest, Event | None]]] = {}
         self._abandoned: list[MpiRequest] = []
-        self._is_wounded = False
-        """A request has met a failure, of a rank that may not be known yet."""
+        self._has_met_failure = False
+        """Whether a request has met a failure, of a rank that may not be known yet."""
 
-    # -- begin ----------------------------------------------------------------
+    # -- start ----------------------------------------------------------------
     @property
     def holds_back(self) -> bool:
-        """Whether sends wait for an event, or behind one that does."""
+        """Whether sends wait for an event, or for an earlier send that does."""
         return bool(self._held_back)
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing is awaited."""
+        """Whether no data are in flight and nothing is queued."""
         return self.is_idle and not (self._fresh or self._held_back)
 
     def begin(self, request: MpiRequest) -> None:
-        """Let the next poll take it up."""
+        """Queue a request for the next poll."""
         self._fresh.append(request)
-        self._signals.begun()
+        self._signals.notify_posted()
 
     def send(self, request: MpiRequest) -> None:
         """Send at once, without the polling lock."""
@@ -238,11 +238,11 @@ class Requests:
         self.begin(request)
 
     def send_after(self, request: MpiRequest, after: Event | None) -> None:
-        """Send when ``after`` has happened, and all earlier sends of this tag there have left."""
+        """Send after the event ``after`` and after all earlier sends with this tag to the peer."""
         line = request.peer, request.tag
         if self._held_back.get(line) or (after is not None and not after.query()):
             self._held_back.setdefault(line, deque()).append((request, after))
-            self._signals.begun()
+            self._signals.notify_posted()
         else:
             self.send(request)
 
@@ -254,9 +254,9 @@ class Requests:
                 del self._held_back[line]
 
     def take_fresh(self) -> None:
-        """Take up what has begun: receives are posted here."""
+        """Take queued requests, and post receives."""
         status = MPI.Status()
-        # Those added at the same time are the next poll's, or this one would not end.
+        # Requests added at the same time are left to the next poll, or this one might not end.
         for _ in range(len(self._fresh)):
             request = self._fresh.popleft()
             if request.peer in self._failures.failed and not request.done:
@@ -277,14 +277,14 @@ class Requests:
 
     # -- end ------------------------------------------------------------------
     def complete(self) -> None:
-        """Complete what can be completed."""
+        """Complete all operations that have finished."""
         if self._held_back:
             self._release_held_back()
         self.take_fresh()
         if not self._failures.survives:
             self._complete_some()
         else:
-            if self._failures.failed or self._is_wounded:
+            if self._failures.failed or self._has_met_failure:
                 self._complete_each()
             else:
                 self._complete_any()
@@ -301,12 +301,12 @@ class Requests:
                 return
             for index, status in sorted(zip(indices, statuses, strict=False), key=itemgetter(0)):
                 self._complete(firsts[index], status)
-            pending.drop_ended()  # those behind them may have ended too
+            pending.drop_ended()  # later requests of their lines may have ended too
 
     def _complete_any(self) -> None:
-        """The same where a failure may be met: MPI does not name the request of an error.
+        """Complete finished requests with ULFM, where MPI does not name the request of an error.
 
-        So they are tested together, but only one may end in a test.
+        They are therefore tested together, but only one may end in a test.
         """
         pending, status = self._pending, MPI.Status()
         while firsts := pending.firsts():
@@ -314,7 +314,7 @@ class Requests:
             try:
                 index, has_ended = MPI.Request.Testany(handles, status)
             except MPI.Exception as error:
-                self._is_wounded = True
+                self._has_met_failure = True
                 self._meet_failure_of_any(firsts, error)
                 return
             if not has_ended or index == MPI.UNDEFINED:
@@ -323,7 +323,7 @@ class Requests:
             pending.drop_ended()
 
     def _meet_failure_of_any(self, firsts: list[MpiRequest], error: MPI.Exception) -> None:
-        """MPI has ended one of them by a failure, or leaves it for a later poll."""
+        """Handle a failure that has ended one of the requests, or is left to a later poll."""
         ended = [r for r in firsts if not r.done and r.handle == MPI.REQUEST_NULL]
         for request in ended:
             self._meet_failure(request, error)
@@ -332,7 +332,7 @@ class Requests:
         self._pending.drop_all_ended()
 
     def _complete_each(self) -> None:
-        """The same one by one, after a failure: any of them may meet it."""
+        """Complete finished requests one by one, after a failure, which any of them may report."""
         status, before = MPI.Status(), -1
         while before != self.completions:
             before = self.completions
@@ -341,9 +341,9 @@ class Requests:
             self._pending.drop_ended()
 
     def _complete_announced(self, request: MpiRequest, status: MPI.Status) -> None:
-        """Complete a receive whose message had been announced: it need not wait for others.
+        """Complete a receive whose message had been announced, without waiting for a poll.
 
-        Except for those before it that the same sender fills: they may have ended unseen.
+        Earlier receives from the same sender, which may have ended unnoticed, are completed first.
         """
         if self._has_ended(request, status):
             if earlier := self._pending.before(request):
@@ -357,7 +357,7 @@ class Requests:
             self._complete(request, status)
 
     def _has_ended(self, request: MpiRequest, status: MPI.Status) -> bool:
-        """Return whether MPI has just ended it; handles an end by a failure."""
+        """Return whether MPI has just ended a request; also handles an end by a failure."""
         if request.done:
             return False
         if request.broken is not None:
@@ -386,7 +386,7 @@ class Requests:
             self._signals.news.set()
 
     def cancel(self, request: MpiRequest) -> None:
-        """Take back a receive, unless its message has arrived."""
+        """Cancel a receive, unless its message has arrived."""
         self.take_fresh()
         if request.done:
             return
@@ -403,7 +403,7 @@ class Requests:
         request.done = True
 
     def abandon(self, request: MpiRequest) -> None:
-        """Poll for it no more; MPI may still use its buffer, so it is kept."""
+        """Stop polling for a request; keep its buffer, which MPI may still use."""
         self.take_fresh()
         if request.done:
             return
@@ -416,16 +416,16 @@ class Requests:
         self._signals.news.set()
 
     def _drop_held_back(self, request: MpiRequest) -> bool:
-        """Never send what still waits for its event; return whether ``request`` does."""
+        """Drop a send that waits for its event; return whether ``request`` was one."""
         line = request.peer, request.tag
         queue = self._held_back.pop(line, deque())
-        left = deque(each for each in queue if each[0] is not request)
-        if left:
-            self._held_back[line] = left
-        return len(left) < len(queue)
+        remaining = deque(each for each in queue if each[0] is not request)
+        if remaining:
+            self._held_back[line] = remaining
+        return len(remaining) < len(queue)
 
     def abandon_tags(self, tags: range) -> None:
-        """Abandon all requests of these tags."""
+        """Abandon all requests with these tags."""
         self.take_fresh()
         for line in [line for line in self._held_back if line[1] in tags]:
             for request, _ in self._held_back.pop(line):
@@ -434,42 +434,42 @@ class Requests:
             if request.tag in tags and not request.done:
                 self.abandon(request)
 
-    def left(self, receives: bool) -> list[MpiRequest]:
-        """Return the receives, or all others, that have not ended."""
+    def unfinished(self, receives: bool) -> list[MpiRequest]:
+        """Return the receives, or all other requests, that have not ended."""
         return [request for request in self._pending if request.receives == receives]
 
     # -- end by a failure -------------------------------------------------------
     def _look_for_failures(self, at_once: bool = False) -> None:
-        for rank in self._failures.found(at_once):
+        for rank in self._failures.new_failures(at_once):
             self._failures.add(rank)
             self.end_what_needs(rank)
 
     def _meet_failure(self, request: MpiRequest, error: MPI.Exception) -> None:
-        """End ``request``, for which MPI reports a failed rank. Raises any other error."""
+        """End ``request``, for which MPI reports a failed rank; raise any other error."""
         if not self._failures.may_be_failure(error, request.is_collective):
             raise error
         if request.peer != ANY_SOURCE:
             self.fail(request, request.peer)
             return
-        self._look_for_failures(at_once=True)  # this ends every collective
+        self._look_for_failures(at_once=True)  # ends every collective
         if not request.done:
             request.broken = error, time.perf_counter()  # a later query will end it
 
-    def end_what_needs(self, dead: int) -> None:
-        """End all that waits for the rank ``dead``; collectives need every rank."""
+    def end_what_needs(self, rank: int) -> None:
+        """End all requests that need the failed ``rank``; collectives need every rank."""
         for request in self._pending:
-            if not request.done and (request.peer == dead or request.is_collective):
-                self.fail(request, dead)
+            if not request.done and (request.peer == rank or request.is_collective):
+                self.fail(request, rank)
         self._pending.drop_all_ended()
-        for line in [line for line in self._held_back if line[0] == dead]:
+        for line in [line for line in self._held_back if line[0] == rank]:
             for request, _ in self._held_back.pop(line):
-                self.fail(request, dead)
+                self.fail(request, rank)
 
-    def fail(self, request: MpiRequest, dead: int) -> None:
-        """End a request by the failure of ``dead``; MPI may still use its buffer: it is kept."""
+    def fail(self, request: MpiRequest, rank: int) -> None:
+        """End a request by the failure of ``rank``; keep its buffer, which MPI may still use."""
         if request.handle != MPI.REQUEST_NULL:
             self._abandoned.append(request)
-        request.failed = dead
+        request.failed = rank
         request.order = self.completions
         self.completions += 1
         request.done = True

@@ -1,8 +1,9 @@
-"""All ranks of the job: who they are, which of them have failed, and how they leave together.
+"""All ranks of the job: their hosts, failure detection, and the coordinated end.
 
-Imports no torch. Not every MPI_Finalize keeps a rank until the others need it no more (under srun
-a rank was gone to which others still sent), and a failure may hang it. So the ranks exchange
-messages before they leave. Where ranks may fail they go without MPI_Finalize after that.
+Does not import torch. Some implementations of MPI_Finalize do not keep a rank until the others
+need it no more (under srun a rank had exited while others still sent to it), and a failure may hang
+it. So the ranks exchange messages before they exit. With fault tolerance they then exit without
+MPI_Finalize.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from functools import cache
 from typing import Any
 
 from aladdin_mpi.process import console, guard
-from aladdin_mpi.transport.mpi import library  # before MPI: it decides how that begins and ends
+from aladdin_mpi.transport.mpi import library  # before MPI, whose start and end it configures
 
 # isort: split
 from mpi4py import MPI
@@ -27,30 +28,30 @@ from aladdin_mpi.errors import PeerFailedError
 library.settle()
 
 FAILURES = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
-"""Classes of the errors with which MPI reports that a rank has failed."""
+"""Classes of the errors with which MPI reports a failed rank."""
 LOOK_FOR_FAILURES = 0.02
-"""Seconds between two queries for ranks that have failed."""
+"""Seconds between two queries for failed ranks."""
 
 POLL = 0.0005
 FAREWELL_SECONDS = 60.0
-"""Longest time that rank 0 waits for the others to say that they leave, ..."""
+"""Longest time that rank 0 waits for the others to announce their exit, ..."""
 LEAVE_SECONDS = 5.0
-"""... and to be gone."""
+"""... and to exit."""
 EXIT_TAG = 1
 EXIT_SECONDS = 0.2
 """Longest time for a rank to announce its end."""
 LAST_WORK_SECONDS = 600.0
-"""Longest time for what a program does after its training, where a rank still hangs."""
+"""Longest time for a program's work after its training, if a rank still hangs."""
 
 
-# -- before there is a transport -----------------------------------------------------------------
+# -- before a transport exists ---------------------------------------------------------------
 def place() -> tuple[int, int]:
     """Return this rank and the number of ranks."""
     return MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
 
 
 def everyones(fact: Any) -> list[Any]:
-    """Return what each rank passes, in the order of ranks; waits for all of them.
+    """Return all ranks' ``fact`` in rank order; waits for all of them.
 
     Raises:
         PeerFailedError: a rank has failed already.
@@ -67,10 +68,10 @@ def hosts() -> list[str]:
 
 @contextmanager
 def as_failures() -> Iterator[None]:
-    """Name the failed rank if a collective of all ranks ends by a failure.
+    """Convert the error of a collective that ends by a failure.
 
     Raises:
-        PeerFailedError: it did.
+        PeerFailedError: names the failed rank.
     """
     try:
         yield
@@ -80,47 +81,46 @@ def as_failures() -> Iterator[None]:
         raise PeerFailedError(min(failed_ranks(), default=-1), "not known yet") from error
 
 
-# -- ranks that fail -------------------------------------------------------------------------------
+# -- failures --------------------------------------------------------------------------------------
 def failed_ranks() -> set[int]:
-    """Return the ranks that MPI itself knows to have failed."""
+    """Return the ranks that MPI has detected as failed."""
     failed = MPI.COMM_WORLD.Get_failed()
     if not failed.size:
         return set()
     group = MPI.COMM_WORLD.Get_group()
     ranks = MPI.Group.Translate_ranks(failed, list(range(failed.size)), group)
-    failed.Free()  # mpi4py leaves that to its user
+    failed.Free()  # mpi4py leaves this to its user
     group.Free()
     return set(ranks)
 
 
 class MpiFailures:
-    """The ranks that have failed, or are treated so, and the callbacks for them.
+    """The ranks that have failed, or are treated as failed, and the callbacks for them.
 
-    ``survives``: the others continue after a failure. ``failed`` has all ranks that are dead to
-    this one, ``excluded`` those among them that may live. ``untold`` are to be
-    passed to ``actions``.
+    ``survives``: other ranks continue after a failure. ``failed`` includes the ``excluded`` ranks,
+    which may still run. ``unreported`` are to be passed to ``actions``.
     """
 
     def __init__(self) -> None:
         self.survives = library.SURVIVES
         self.failed: frozenset[int] = frozenset()
         self.excluded: frozenset[int] = frozenset()
-        self.untold: deque[int] = deque()
+        self.unreported: deque[int] = deque()
         self.actions: list[Callable[[int], None]] = []
-        """Called with each rank that fails."""
+        """Functions called with each rank that fails."""
         self._look_again = 0.0
 
     def may_be_failure(self, error: MPI.Exception, of_collective: bool) -> bool:
-        """Whether this rank continues, since another's failure explains the error.
+        """Return whether a failure explains the error, so that this rank continues.
 
-        Open MPI ends a collective between two of whose rounds a rank fails with any error.
+        If a rank fails between two rounds of a collective, Open MPI may end it with any error.
         """
         return self.survives and (of_collective or error.Get_error_class() in FAILURES)
 
     def is_lost(self, rank: int) -> bool:
-        """Whether MPI knows by now that the rank has failed, though no query has found it yet.
+        """Return whether MPI has detected the rank's failure, even before the next query.
 
-        Where the connection to it is gone Open MPI's MPI_Isend crashes (5.0, in ob1). To ask
+        If the connection to it is closed, Open MPI's MPI_Isend crashes (5.0, in ob1). The query
         takes a fifth of a microsecond.
         """
         if not self.survives:
@@ -130,10 +130,10 @@ class MpiFailures:
         group.Free()
         return is_news and rank in failed_ranks()
 
-    def found(self, at_once: bool = False) -> list[int]:
+    def new_failures(self, at_once: bool = False) -> list[int]:
         """Return the ranks that have failed since the last query; none if that was just now.
 
-        They are found here where no operation of this rank has met them.
+        It detects failures that no operation of this rank has met.
         """
         now = time.perf_counter()
         if now < self._look_again and not at_once:
@@ -142,46 +142,46 @@ class MpiFailures:
         return sorted(failed_ranks() - self.failed)
 
     def add(self, rank: int) -> None:
-        """Note that a rank has failed."""
+        """Record a failed rank."""
         self.failed |= {rank}
-        self.untold.append(rank)
+        self.unreported.append(rank)
 
 
 # -- the end ---------------------------------------------------------------------------------------
 def take_leave(farewell: MPI.Intracomm, last: int, timeout: float | None) -> None:
-    """Tell the rank that leaves last that this one leaves, and wait for its leave."""
-    nothing = bytearray(0)
-    _end_within(timeout, [farewell.Isend(nothing, last), farewell.Irecv(nothing, last)])
+    """Announce this rank's exit to the rank that exits last, and wait for its permission."""
+    empty = bytearray(0)
+    _end_within(timeout, [farewell.Isend(empty, last), farewell.Irecv(empty, last)])
 
 
-def tell_exit(farewell: MPI.Intracomm, last: int) -> None:
-    """Tell the rank that leaves last when this process ends: MPI does not report each."""
+def announce_exit(farewell: MPI.Intracomm, last: int) -> None:
+    """Announce the end of this process to the rank that exits last, as MPI may not report it."""
 
-    def tell() -> None:
+    def announce() -> None:
         _end_within(EXIT_SECONDS, [farewell.Isend(bytearray(0), last, EXIT_TAG)])
 
-    guard.before_leaving(tell)
+    guard.before_leaving(announce)
 
 
 def give_leave(farewell: MPI.Intracomm, others: Sequence[int]) -> None:
-    """Let the others leave, as the last rank, when no rank has anything to send any more."""
-    nothing = bytearray(0)
-    _end_within(FAREWELL_SECONDS, [farewell.Irecv(nothing, rank) for rank in others])
-    _end_within(FAREWELL_SECONDS, [farewell.Isend(nothing, rank) for rank in others])
+    """Let the others exit, on the last rank, once no rank has anything to send."""
+    empty = bytearray(0)
+    _end_within(FAREWELL_SECONDS, [farewell.Irecv(empty, rank) for rank in others])
+    _end_within(FAREWELL_SECONDS, [farewell.Isend(empty, rank) for rank in others])
 
 
 def leave_last(
     farewell: MPI.Intracomm, hanging: dict[int, str], others: Sequence[int], status: int
 ) -> None:
-    """When this process ends, wait for a moment until all others are gone.
+    """Wait briefly at the end of this process until all others have exited.
 
-    Not before: the script may continue, and the others with it. The job is ended if ranks that
-    were excluded never came back: they keep the launcher waiting.
+    Not earlier, as the script may continue on all ranks. The job is aborted if excluded ranks have
+    not exited, since they keep the launcher waiting.
 
     Args:
-        farewell: see :func:`tell_exit`.
-        hanging: ranks that were excluded, with their hosts.
-        others: ranks that may still be at what their program does after its training.
+        farewell: see :func:`announce_exit`.
+        hanging: excluded ranks, with their hosts.
+        others: ranks whose program may still be working after its training.
         status: the job's exit status.
     """
 
@@ -195,7 +195,7 @@ def leave_last(
     guard.before_leaving(leave)
 
 
-@cache  # of several transports in one process only one waits
+@cache  # with several transports in one process, wait only once
 def _wait_gone() -> None:
     end = time.perf_counter() + LEAVE_SECONDS
     while len(failed_ranks()) < MPI.COMM_WORLD.size - 1 and time.perf_counter() < end:
@@ -203,10 +203,10 @@ def _wait_gone() -> None:
 
 
 def _end_job(hanging: dict[int, str], status: int) -> None:
-    left = sorted(hanging.keys() - failed_ranks())
-    if not left:
+    remaining = sorted(hanging.keys() - failed_ranks())
+    if not remaining:
         return
-    names = ", ".join(f"rank {rank} (host {hanging[rank]})" for rank in left)
+    names = ", ".join(f"rank {rank} (host {hanging[rank]})" for rank in remaining)
     console.say(f"aladdin_mpi: {names} is still hanging: ended with the job")
     sys.stdout.flush()
     sys.stderr.flush()
@@ -215,7 +215,7 @@ def _end_job(hanging: dict[int, str], status: int) -> None:
 
 
 def _end_within(seconds: float | None, requests: list[MPI.Request]) -> None:
-    """Wait until each has ended, be it because its peer has failed, or the time is over."""
+    """Wait until each request has ended, including by its peer's failure, or time runs out."""
     start = time.perf_counter()
     while requests and (seconds is None or time.perf_counter() - start < seconds):
         requests = [request for request in requests if not _has_ended(request)]

@@ -1,1 +1,1 @@
-"""Modelled time: all ranks in one process, the same to the bit each time."""
+"""Simulation engine: all ranks in one process, with reproducible results."""

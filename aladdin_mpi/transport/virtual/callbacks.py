@@ -1,11 +1,10 @@
-"""Calls on behalf of a rank that sleeps, without waking it for each of them.
+"""Calls on behalf of a sleeping rank, without waking it for each of them.
 
-A worker reports the end of each bucket, and often has little to do then. To switch to its own
-greenlet, with all that lies on its stack, would cost more than that where there are a thousand.
-So another greenlet, a caller, makes the calls for all ranks. If a call blocks, its caller
-stays with the rank until that is over, and another one makes the calls of the others.
-While a rank has nothing to do before a message of its own has left, there is no event for it at
-all: the end of that message brings the next call.
+A worker reports the end of each bucket, and often has little else to do. With a thousand workers,
+switching to each one's greenlet, with its stack, would cost more than the call itself. So another
+greenlet, a caller, makes the calls for all ranks. If a call blocks, its caller stays with the rank
+until the call returns, and another caller serves the others. If a rank has nothing to do before a
+message is sent, no event is created: the end of that message triggers the next call.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from aladdin_mpi.transport.virtual.messages import Operation
 
 
 class ScheduledCallbacks:
-    """``action(i)`` at the i-th of ``moments``, for the rank of ``fiber``: see `sleep_between`.
+    """Calls of ``action(i)`` at the i-th of ``moments``, for the rank of ``fiber``.
 
-    There is at least one moment. ``callers`` are greenlets that are free, for all ranks.
+    Implements `sleep_between` with at least one moment. All ranks share the free ``callers``.
     """
 
     def __init__(
@@ -36,9 +35,9 @@ class ScheduledCallbacks:
         self._fiber = fiber
         self._idle_until = idle_until
         self._awaited: Sequence[Operation] | None = None
-        """While the rank has nothing to do: what has to end before it has."""
-        self._ends = False
-        """Whether there is an event for the last moment."""
+        """The operations one of which must end before the rank has work; None: it has."""
+        self._has_last_event = False
+        """Whether an event for the last moment exists."""
         self._callers = callers
         self._moments = moments
         self._action = action
@@ -47,7 +46,7 @@ class ScheduledCallbacks:
 
     def make(self) -> None:
         """Make all calls; an exception of one of them ends them and is raised here."""
-        self._fiber.begin_absence(ScheduledCallbacks._come, self, self._until(self._moments[0]))
+        self._fiber.delegate(ScheduledCallbacks._on_moment, self, self._until(self._moments[0]))
         if self._error is not None:
             raise self._error
 
@@ -56,16 +55,16 @@ class ScheduledCallbacks:
 
     def _call_later(self) -> None:
         seconds = self._until(self._moments[self._index])
-        self._fiber.call_later(ScheduledCallbacks._come, self, seconds)
+        self._fiber.call_later(ScheduledCallbacks._on_moment, self, seconds)
 
-    def _come(self) -> None:
-        """The next moment has come; in the engine's greenlet."""
+    def _on_moment(self) -> None:
+        """Handle the next moment, in the engine's greenlet."""
         if self._fiber.killed:
             return
         try:
             awaited = None if self._idle_until is None else self._idle_until()
             if awaited is not None:
-                self._pass(awaited)
+                self._skip(awaited)
                 return
             caller = self._callers.pop() if self._callers else greenlet(_call_for_all)
             caller.switch(self)
@@ -73,28 +72,28 @@ class ScheduledCallbacks:
             note_rank(error, self._fiber.rank)
             raise
 
-    def _pass(self, awaited: Sequence[Request]) -> None:
+    def _skip(self, awaited: Sequence[Request]) -> None:
         """Skip calls until one of ``awaited`` has ended."""
         self._index += 1
         if self._index == len(self._moments):
-            self._fiber.come_home()
-        elif self._fiber.may_pause or not all(map(_can_tell, awaited)):
+            self._fiber.resume_rank()
+        elif self._fiber.may_pause or not all(map(_can_notify, awaited)):
             self._call_later()
         else:
-            self._rest([each for each in awaited if isinstance(each, Operation)])
+            self._wait_for_end([each for each in awaited if isinstance(each, Operation)])
 
-    def _rest(self, awaited: Sequence[Operation]) -> None:
-        """Come back at the first moment after one of ``awaited`` has ended, or at the last one."""
+    def _wait_for_end(self, awaited: Sequence[Operation]) -> None:
+        """Return at the first moment after the end of one of ``awaited``, or at the last moment."""
         self._awaited = awaited
         for operation in awaited:
             operation.waiter = self
-        if not self._ends:
-            self._ends = True
+        if not self._has_last_event:
+            self._has_last_event = True
             last = max(self._moments[self._index :])
             self._fiber.call_later(ScheduledCallbacks._end, self, self._until(last))
 
     def operation_done(self, operation: Request) -> None:
-        """Resume the calls: one of those that were awaited has ended."""
+        """Resume the calls after one of the awaited operations has ended."""
         self._stop_waiting()
         if self._fiber.killed:
             return
@@ -111,14 +110,14 @@ class ScheduledCallbacks:
         self._awaited = None
 
     def _end(self) -> None:
-        """The last moment has come; if there is still nothing to do, that is all."""
-        self._ends = False
+        """End at the last moment if there is still nothing to do."""
+        self._has_last_event = False
         if self._awaited is not None and not self._fiber.killed:
             self._stop_waiting()
-            self._fiber.come_home()
+            self._fiber.resume_rank()
 
     def call(self) -> ScheduledCallbacks:
-        """Make the call that is due; return what is served next, by the present caller."""
+        """Make the call that is due; return the callbacks that this caller serves next."""
         try:
             self._action(self._index)
             self._index += 1
@@ -127,19 +126,19 @@ class ScheduledCallbacks:
         self._callers.append(getcurrent())
         following: ScheduledCallbacks
         if self._error is not None or self._index == len(self._moments):
-            following = self._fiber.come_home()
+            following = self._fiber.resume_rank()
         else:
             self._call_later()
-            following = self._fiber.hand_back()
+            following = self._fiber.return_to_engine()
         return following
 
 
 def _call_for_all(callbacks: ScheduledCallbacks) -> None:
-    """A caller's life: one call after another, for whichever rank is due."""
+    """Run a caller: make one call after another, for any rank that is due."""
     while True:
         callbacks = callbacks.call()
 
 
-def _can_tell(request: Request) -> bool:
-    """Return whether ``request`` can notify of its end: nothing else waits for it."""
+def _can_notify(request: Request) -> bool:
+    """Return whether ``request`` can notify of its end: it has no other waiter."""
     return isinstance(request, Operation) and request.waiter is None

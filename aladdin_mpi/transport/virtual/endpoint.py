@@ -1,4 +1,4 @@
-"""One rank's connection to the others in virtual time."""
+"""One rank's connection to the others in a simulation."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ from aladdin_mpi.transport.virtual.messages import (
 from aladdin_mpi.transport.virtual.network import Network, TcpNetwork
 
 EAGER = 64 * 1024
-"""Messages up to so many bytes are copied at once and their send is done; a longer one
-is done when it has been received, as MPI's rendezvous."""
+"""Largest message that is copied at once, so that its send is done; a longer send is done when it
+has been received, as in MPI's rendezvous protocol."""
 EVENT_POLL = 10e-6
-"""Virtual seconds between two looks at an event that something waits for."""
+"""Simulated seconds between two polls of an event."""
 
 T = TypeVar("T")
 
 
 class Meeting:
-    """Where ranks wait for each other: what each of ``size`` brings."""
+    """A meeting at which ``size`` ranks exchange facts."""
 
     def __init__(self, size: int) -> None:
         self.facts: list[Any] = [None] * size
@@ -73,7 +73,7 @@ class Fabric:
     """All ranks' transports and the network between them.
 
     Args:
-        may_fail: whether ranks may die, or be excluded.
+        may_fail: whether ranks may fail or be excluded.
     """
 
     def __init__(self, cluster: Cluster, size: int, clock: VirtualClock, may_fail: bool) -> None:
@@ -82,31 +82,31 @@ class Fabric:
         self.network = network(cluster, size, clock, self._deliver)
         self.in_order = HostByHost(self.network.hosts)
         self.host_names = [str(host) for host in self.network.hosts]
-        self.dead: frozenset[int] = frozenset()
+        self.failed: frozenset[int] = frozenset()
         self.excluded: frozenset[int] = frozenset()
         self.may_fail = may_fail
-        # A pause holds messages back, and what follows them.
+        # A pause delays messages and everything that depends on them.
         self.meets = not (may_fail or cluster.pauses)
         self.meetings: dict[int, Meeting] = {}
-        """Those at which some ranks have not come yet."""
+        """Meetings at which some ranks are still missing."""
         self.known: dict[Hashable, Any] = {}
-        """See :meth:`Simulation.once`."""
+        """Results of :meth:`Simulation.once`."""
         is_free = not (cluster.memory_gbyte or cluster.handling_us)
         self.handling = None if is_free else cluster.handling
         self.callers: list[greenlet] = []
-        """Those that call for ranks and are free: see :class:`ScheduledCallbacks`."""
+        """Free callers, see :class:`ScheduledCallbacks`."""
         self.transports = [
             VirtualTransport(self, rank, size, cluster.pauses_of(rank)) for rank in range(size)
         ]
 
     def _deliver(self, message: Message) -> None:
-        if self.dead and (message.source in self.dead or message.dest in self.dead):
+        if self.failed and (message.source in self.failed or message.dest in self.failed):
             return
         self.transports[message.dest]._arrived(message)
 
     def remove(self, rank: int) -> None:
-        """Let ``rank`` fail: what it has sent and not delivered is lost, and all are notified."""
-        self.dead |= {rank}
+        """Let ``rank`` fail: its undelivered messages are lost, and all others are notified."""
+        self.failed |= {rank}
         failed = self.transports[rank]
         for transport in self.transports:
             transport._keep_delivered(rank)
@@ -116,15 +116,15 @@ class Fabric:
             if message.request is not None and message.source != rank:
                 self.transports[message.source]._fail(message.request, rank)
         for transport in self.transports:
-            if transport.rank not in self.dead:
+            if transport.rank not in self.failed:
                 transport._peer_failed(rank)
 
 
 class VirtualTransport(Transport):
-    """One rank's connection to the others in virtual time.
+    """One rank's connection to the others in a simulation.
 
-    Only ``sleep`` and the waits block. Tensors of the device "meta" move as sizes without data. A
-    message of more than 64 KiB is read from its buffer when it is received; its send is done then.
+    Only ``sleep`` and waits block. "meta" tensors are sent as sizes without data. A message of more
+    than 64 KiB is read from its buffer when it is received, which completes its send.
     """
 
     engine = "virtual"
@@ -151,17 +151,17 @@ class VirtualTransport(Transport):
         self._untracked: frozenset[int] = frozenset()
         self._on_failure: list[Callable[[int], None]] = []
         self._handlers: dict[int, tuple[int, Handler, Callable[[Message], Any]]] = {}
-        """By tag: the most bytes, what takes the message, and what reads it."""
+        """The largest message, the handler, and the function that reads the message, by tag."""
         self._held: dict[tuple[int, int], deque[tuple[Message, Operation, Event | None]]] = {}
         """Sends that wait for an event, by receiver and tag."""
         self._collectives: dict[Collective, None] = {}
-        """Those under way, in the order of their start."""
+        """Collectives in progress, in the order of their start."""
         self._collective_calls = 0
         self._meetings = 0
         self._when_done: dict[Request, list[Callable[[], None]]] = {}
         self._completions = 0
 
-    # -- only in a simulation -----------------------------------------------
+    # -- simulation only ----------------------------------------------------
     def meet(self, fact: Any) -> list[Any]:
         number, meetings = self._meetings, self._fabric.meetings
         self._meetings += 1
@@ -196,23 +196,23 @@ class VirtualTransport(Transport):
         action: Callable[[int], None],
         idle_until: IdleUntil | None = None,
     ) -> None:
-        # The rank itself is resumed after the last one.
-        if self.fiber.may_be_spoken_for and moments:
+        # The rank itself is resumed after the last moment.
+        if self.fiber.allows_callbacks and moments:
             callers = self._fabric.callers
             ScheduledCallbacks(self.fiber, callers, moments, action, idle_until).make()
         else:
             sleep_and_call(self, moments, action)
 
     def reseed(self, *key: int) -> None:
-        """Start the random numbers of all ranks anew from the seed and ``key``.
+        """Reset the random numbers of all ranks from the seed and ``key``.
 
-        A run that starts at this time and calls it with the same key goes on with the
-        same events. To be called when no message is under way; the last call wins.
+        A run that starts at this time and calls it with the same key continues with the same
+        events. Call it when no message is in flight; the last call wins.
         """
         self._clock.reseed(*key)
 
     def carried(self) -> dict[str, list[int]]:
-        """See :meth:`Network.carried`: for "out", "in" and "local" the bytes by host."""
+        """Return :meth:`Network.carried`: bytes by host for "out", "in" and "local"."""
         return self._fabric.network.carried()
 
     # -- time ---------------------------------------------------------------
@@ -249,7 +249,7 @@ class VirtualTransport(Transport):
         if isinstance(payload, Tensor):
             buffer = payload
             if payload.is_meta or not nbytes:
-                payload = None  # a size alone
+                payload = None  # only a size
         request = Operation("send", buffer, dest, tag, nbytes)
         message = Message(self.rank, dest, tag, nbytes, payload, request, tag in self._untracked)
         if after is None and not self._held:
@@ -263,8 +263,8 @@ class VirtualTransport(Transport):
         if not message.free:
             self.traffic.bytes_sent += nbytes
             self.traffic.messages_sent += 1
-        if fabric.dead and (self.rank in fabric.dead or message.dest in fabric.dead):
-            self._fail(request, self.rank if self.rank in fabric.dead else message.dest)
+        if fabric.failed and (self.rank in fabric.failed or message.dest in fabric.failed):
+            self._fail(request, self.rank if self.rank in fabric.failed else message.dest)
             return
         if nbytes <= EAGER:
             message.payload = copied(message.payload)
@@ -273,7 +273,7 @@ class VirtualTransport(Transport):
         fabric.network.send(message)
 
     def _hold(self, message: Message, request: Operation, after: Event | None) -> None:
-        """Send once ``after`` has happened and nothing is held with this tag for this rank."""
+        """Send after the event ``after`` and after held messages with this tag to this rank."""
         key = (message.dest, message.tag)
         if key in self._held:
             self._held[key].append((message, request, after))
@@ -307,14 +307,14 @@ class VirtualTransport(Transport):
         message = self._mailbox.take(source, tag)
         if message is not None:
             self._accept(receive, message)
-        elif source in self._fabric.dead:
+        elif source in self._fabric.failed:
             self._fail(receive, source)
         else:
             self._mailbox.post(receive)
         return receive
 
     def _arrived(self, message: Message) -> None:
-        """Take the last byte of ``message``."""
+        """Receive ``message``, whose last byte has arrived."""
         if message.tag in self._handlers:
             self._handle(message)
             return
@@ -334,10 +334,10 @@ class VirtualTransport(Transport):
         if not message.free:
             self.traffic.bytes_received += message.nbytes
             self.traffic.messages_received += 1
-        if message.request is not None and not message.request.done:  # else it was abandoned
+        if message.request is not None and not message.request.done:  # not abandoned
             self._fabric.transports[message.source]._complete(message.request)
 
-    # -- messages that interrupt --------------------------------------------
+    # -- message handlers ---------------------------------------------------
     def on_message(
         self, tag: int, nbytes: int, handler: Handler, *, as_numbers: bool = False
     ) -> None:
@@ -361,7 +361,7 @@ class VirtualTransport(Transport):
 
     # -- the end of a request ---------------------------------------------------
     def test(self, request: Request) -> bool:
-        # No time passes: a loop around it alone never ends.
+        # No time passes: a loop that only tests never ends.
         if request.failed is not None:
             raise PeerFailedError(request.failed, self.host_names[request.failed])
         return request.done
@@ -389,7 +389,7 @@ class VirtualTransport(Transport):
         return VirtualWaitSet(self.fiber, self.host_names)
 
     def _complete(self, request: Operation | Collective | Attendance) -> None:
-        """Mark ``request`` done, and notify whatever waits for it."""
+        """Mark ``request`` done, and notify its waiter."""
         request.done = True
         self._completions += 1
         request.order = self._completions
@@ -402,18 +402,18 @@ class VirtualTransport(Transport):
             for action in self._when_done.pop(request, ()):
                 self._call_soon(action)
 
-    def _fail(self, request: Operation | Collective, dead: int) -> None:
-        """End ``request`` because the rank ``dead`` has failed."""
-        request.failed = dead
+    def _fail(self, request: Operation | Collective, rank: int) -> None:
+        """End ``request`` because ``rank`` has failed."""
+        request.failed = rank
         self._complete(request)
 
     def cancel(self, request: Request) -> None:
-        # It is done then, with ``nbytes`` 0.
+        # The request is then done, with ``nbytes`` 0.
         if isinstance(request, Operation) and self._mailbox.withdraw(request):
             self._complete(request)
 
     def abandon(self, target: Request | range) -> None:
-        # What has been sent goes on its way all the same.
+        # Messages that have been sent are delivered nevertheless.
         if isinstance(target, range):
             self._abandon_tags(target)
         elif isinstance(target, Operation) and not target.done:
@@ -430,7 +430,7 @@ class VirtualTransport(Transport):
             self._complete(receive)
 
     def when_done(self, operation: Request | Event, action: Callable[[], None]) -> None:
-        # No virtual time passes between a request's end and the action.
+        # No simulated time passes between a request's end and the action.
         if not isinstance(operation, Request):
             self._look_for((operation, action))
         elif operation.done:
@@ -446,7 +446,7 @@ class VirtualTransport(Transport):
             self._clock.at(self._clock.now + EVENT_POLL, self._look_for, awaited)
 
     def _call_soon(self, action: Callable[[], None]) -> None:
-        # As an event: a request may end inside what another rank does.
+        # As an event, since a request may end while another rank runs.
         self._clock.at(self._clock.now, self._call, action, LATE)
 
     def _call(self, action: Callable[[], None]) -> None:
@@ -458,7 +458,7 @@ class VirtualTransport(Transport):
     def _collective(
         self, what: str, algorithm: Callable[..., Steps], *arguments: object
     ) -> Request:
-        # Tags below 0 belong to the collectives, one each: they may overlap.
+        # Tags below 0 are for collectives, one each, as collectives may overlap.
         tag = -2 - self._collective_calls
         self._collective_calls += 1
         channel = Channel(
@@ -468,16 +468,16 @@ class VirtualTransport(Transport):
             lambda source, part: self._receive(*part, source, tag),
         )
         collective = Collective(what, algorithm(channel, *arguments), self._resume, self._finish)
-        if self._fabric.dead:
-            self._fail(collective, min(self._fabric.dead))
+        if self._fabric.failed:
+            self._fail(collective, min(self._fabric.failed))
         else:
             self._collectives[collective] = None
             collective.advance()
         return collective
 
     def _resume(self, collective: Collective) -> None:
-        # As an event, so that one rank's step never runs inside another's. A pause
-        # stops it all the same: the network holds what it sends.
+        # As an event, so that one rank's step never runs inside another's. A pause still applies,
+        # since the network holds the rank's messages.
         self._clock.at(self._clock.now, Collective.advance, collective, LATE)
 
     def _finish(self, collective: Collective) -> None:
@@ -493,7 +493,7 @@ class VirtualTransport(Transport):
         return self._collective("broadcast", collectives.broadcast, buffer, root)
 
     def iallreduce(self, buffer: Tensor, total: Tensor | None = None) -> Request:
-        # A ring goes from host to host.
+        # The ring goes from host to host.
         _nbytes(buffer)
         collectives.check_reducible(buffer)
         if total is None:
@@ -525,7 +525,7 @@ class VirtualTransport(Transport):
     # -- failure and end ------------------------------------------------------
     @property
     def failed(self) -> frozenset[int]:
-        return self._fabric.dead
+        return self._fabric.failed
 
     @property
     def excluded(self) -> frozenset[int]:
@@ -536,46 +536,46 @@ class VirtualTransport(Transport):
         raise TransportError(f"rank {rank} cannot be excluded by a rank in virtual time")
 
     def on_failure(self, action: Callable[[int], None]) -> None:
-        # All ranks are notified at the moment of a failure.
+        # All ranks are notified at the time of a failure.
         self._on_failure.append(action)
 
     def is_revoked(self, without: int | None = None) -> bool:
-        return False  # a failed rank ends no wait but those for it
+        return False  # a failed rank ends only the waits for it
 
-    def _peer_failed(self, dead: int) -> None:
-        """End what needs the rank ``dead``; collectives need every rank."""
+    def _peer_failed(self, rank: int) -> None:
+        """End operations that need the failed ``rank``; collectives need every rank."""
         for collective in list(self._collectives):
             for operation in collective.pending:
                 self._mailbox.withdraw(operation)
             collective.steps = iter(())
             del self._collectives[collective]
-            self._fail(collective, dead)
-        for receive in self._mailbox.withdraw_where(lambda source, tag: source == dead):
-            self._fail(receive, dead)
-        for key in [key for key in self._held if key[0] == dead]:
+            self._fail(collective, rank)
+        for receive in self._mailbox.withdraw_where(lambda source, tag: source == rank):
+            self._fail(receive, rank)
+        for key in [key for key in self._held if key[0] == rank]:
             for _, request, _ in self._held.pop(key):
-                self._fail(request, dead)
+                self._fail(request, rank)
         if not self.fiber.ended:
             with self.fiber.handler:
                 for action in self._on_failure:
-                    action(dead)
+                    action(rank)
 
-    def _keep_delivered(self, dead: int) -> None:
-        """Copy what has arrived in full from ``dead``, whose end may change its buffers."""
+    def _keep_delivered(self, rank: int) -> None:
+        """Copy messages that have arrived in full from ``rank``, whose buffers may change."""
         for message in self._mailbox.unexpected():
-            if message.source == dead and message.request is not None:
+            if message.source == rank and message.request is not None:
                 message.request = None
                 message.payload = copied(message.payload)
 
     def close(self, status: int = 0) -> None:
-        # Sends under way still arrive.
+        # Sends in flight still arrive.
         self._handlers.clear()
         for receive in self._mailbox.withdraw_where(lambda source, tag: True):
             self._complete(receive)
 
 
 def _nbytes(buffer: Tensor) -> int:
-    """Return the bytes of a buffer that can be sent or received."""
+    """Return the size of a buffer, after checking that it can be sent or received."""
     if not (buffer.is_meta or buffer.is_cpu) or not buffer.is_contiguous():
         raise ValueError(
             f"expected a contiguous tensor on the CPU, got shape {tuple(buffer.shape)} with "

@@ -1,9 +1,9 @@
-"""The virtual engine: all ranks in one process, in turn, under one virtual clock.
+"""The simulation engine: all ranks in one process, in turn, under one virtual clock.
 
-Every rank runs its own straight-line code in a greenlet. Only ``sleep`` and the waits
-switch to another rank; between two of them no virtual time passes, so that a loop
-around ``test`` alone never ends. The order of events of equal time is drawn from the
-seed: one seed is one interleaving, and it can be replayed.
+Every rank runs its own sequential code in a greenlet. Only ``sleep`` and waits switch
+to another rank; between two of them no simulated time passes, so that a loop that only
+calls ``test`` never ends. The order of simultaneous events is drawn from the seed: one
+seed is one interleaving, which can be reproduced.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class DeadlockError(TransportError):
-    """Every rank waits, and nothing is under way that could end a wait."""
+    """All ranks wait, and nothing is in flight that could end a wait."""
 
 
 class VirtualCluster:
@@ -36,11 +36,11 @@ class VirtualCluster:
     Args:
         size: number of ranks.
         cluster: hosts, network and failures.
-        seed: decides the order of simultaneous events and the random delays.
-        start_time: virtual seconds at which the clock starts, for a run that resumes from a
-            checkpoint. Failures before it are over.
-        silence: a rank that pauses for longer, in virtual seconds, is excluded from then
-            on, and ends; None: never.
+        seed: determines the order of simultaneous events and the random delays.
+        start_time: initial simulated time in seconds, for a run that resumes from a
+            checkpoint. Earlier failures are ignored.
+        silence: longest pause of a rank in simulated seconds, after which it is excluded
+            and ends; None: no limit.
 
     Raises:
         UserError: ``size`` is not positive, or the cluster names a rank beyond it.
@@ -68,7 +68,7 @@ class VirtualCluster:
         """Run ``main(transport)`` on every rank; return the results by rank, None if it failed.
 
         Raises:
-            DeadlockError: every surviving rank waits for ever.
+            DeadlockError: every surviving rank waits forever.
             Exception: the first that a rank did not catch; a note names the rank.
         """
         with collected_seldom():
@@ -76,17 +76,17 @@ class VirtualCluster:
 
 
 class _Run:
-    """One run: the loop over the events."""
+    """One run: the event loop."""
 
     def __init__(self, setup: VirtualCluster) -> None:
         self.clock = VirtualClock(setup.seed, setup.start_time)
-        # A resumed run starts with all ranks again, as over MPI.
+        # A resumed run starts with all ranks, as over MPI.
         self.failures = _from(setup.start_time, setup.cluster.failures)
         silences = _silences(setup)
         self.silences = _from(setup.start_time, silences)
         may_fail = bool(setup.cluster.failures or silences)
         self.fabric = Fabric(setup.cluster, setup.size, self.clock, may_fail)
-        self.live = 0
+        self.running = 0
 
     def run(self, main: Callable[[VirtualTransport], T]) -> list[T | None]:
         transports, clock = self.fabric.transports, self.clock
@@ -97,9 +97,9 @@ class _Run:
         for moments, end in (self.failures, self._fail), (self.silences, self._exclude):
             for rank, time in sorted(moments.items()):
                 clock.at(max(time, clock.now), end, transports[rank], EARLY)
-        self._count_live()
+        self._count_running()
         try:
-            if self.live and not clock.run():
+            if self.running and not clock.run():
                 raise DeadlockError(self._deadlock())
         finally:
             for transport in transports:
@@ -119,22 +119,22 @@ class _Run:
                 if not transport.fiber.killed:
                     results[transport.rank] = result
             finally:
-                self._set_live(self.live - 1)
+                self._set_running(self.running - 1)
 
         return body
 
-    def _count_live(self) -> None:
-        self._set_live(sum(not transport.fiber.ended for transport in self.fabric.transports))
+    def _count_running(self) -> None:
+        self._set_running(sum(not transport.fiber.ended for transport in self.fabric.transports))
 
-    def _set_live(self, live: int) -> None:
-        self.live = live
-        if not live:
+    def _set_running(self, running: int) -> None:
+        self.running = running
+        if not running:
             self.clock.stop()
 
     def _fail(self, transport: VirtualTransport) -> None:
         if not transport.fiber.ended:
             self.fabric.remove(transport.rank)
-            self._count_live()  # a rank killed before it began has counted nothing
+            self._count_running()  # a rank killed before its start has not been subtracted
 
     def _exclude(self, transport: VirtualTransport) -> None:
         if not transport.fiber.ended:
@@ -152,12 +152,12 @@ class _Run:
 
 
 def _from(start: float, moments: Mapping[int, float]) -> dict[int, float]:
-    """Return those of ``moments`` that are not past when a run resumes at ``start``."""
+    """Return the ``moments`` after ``start``, the time at which a run resumes."""
     return {rank: moment for rank, moment in moments.items() if not start or moment > start}
 
 
 def _silences(setup: VirtualCluster) -> dict[int, float]:
-    """Return when each rank that pauses for too long is excluded."""
+    """Return the time at which each rank that pauses for too long is excluded."""
     silences: dict[int, float] = {}
     for rank in {pause[0] for pause in setup.cluster.pauses}:
         for start, end in setup.cluster.pauses_of(rank).spans:

@@ -1,4 +1,4 @@
-"""The thread of control of one rank in virtual time: it blocks, and is resumed."""
+"""The thread of control of one rank in a simulation, which blocks and is resumed."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from aladdin_mpi.options.cluster import Pauses
 from aladdin_mpi.transport.base import Request, Traffic
 
 EARLY = -1.0
-"""Of the events of one time: before all others."""
+"""Order among simultaneous events: before all others."""
 LATE = 1.0
-"""Of the events of one time: after the arrival of all messages."""
+"""Order among simultaneous events: after the arrival of all messages."""
 
 Action = Callable[[Any], None]
 _Event = tuple[float, float, int, Action, Any]
 
 
 class VirtualClock:
-    """Events in the order of their time; the order of equal times is drawn at random.
+    """Events in order of time; the order of simultaneous events is random.
 
-    ``random`` is the only source of chance of the engine, so that a run depends on
-    its arguments and its seed alone.
+    ``random`` is the only source of randomness of the engine, so that a run depends only on
+    its arguments and its seed.
     """
 
     __slots__ = ("_events", "_number", "_seed", "_stopped", "at", "now", "pass_by", "random")
 
     at: Callable[..., None]
-    """``at(time, action, argument, turn=0.0)``: have ``action(argument)`` called at ``time``;
-    ``turn`` is 0, EARLY or LATE."""
+    """``at(time, action, argument, turn=0.0)``: call ``action(argument)`` at ``time``; ``turn`` is
+    0, EARLY or LATE."""
     pass_by: Callable[[], object]
-    """Draw what :meth:`at` would for an event that is met without it: see :meth:`next_due`."""
+    """Random draw for an event processed without :meth:`at`, see :meth:`next_due`."""
 
     def __init__(self, seed: int, start_time: float) -> None:
         self.now = start_time
@@ -51,9 +51,9 @@ class VirtualClock:
         self.reseed()
 
     def reseed(self, *key: int) -> None:
-        """Restart the random numbers from the seed and ``key``."""
+        """Reset the random numbers from the seed and ``key``."""
         self.random = random.Random("/".join(map(str, (self._seed, *key))))
-        # A function with all that it needs at hand: it is called for every piece of every message.
+        # A closure over local variables, as it is called for every piece of every message.
         push, events, number, draw = heappush, self._events, self._number, self.random.random
 
         def at(time: float, action: Action, argument: Any, turn: float = 0.0) -> None:
@@ -65,15 +65,15 @@ class VirtualClock:
     def next_due(self) -> float:
         """Return the time of the next event.
 
-        What happens before it may be done at once, at the end of the present event, if each time
-        :attr:`pass_by` is called and ``now`` set: the run is the same as with an event for it.
+        An event before it may be processed at once, at the end of the current event, if
+        :attr:`pass_by` is called and ``now`` is set for it: the run is the same as with :meth:`at`.
         """
         if self._stopped:
             return self.now
         return self._events[0][0] if self._events else inf
 
     def run(self) -> bool:
-        """Go from event to event until :meth:`stop` is called; False: there was none left."""
+        """Process events until :meth:`stop` is called; return False if no event remains."""
         events, pop = self._events, heappop
         self._stopped = False
         while not self._stopped:
@@ -84,15 +84,15 @@ class VirtualClock:
         return True
 
     def stop(self) -> None:
-        """Let :meth:`run` end with the present event."""
+        """Let :meth:`run` return after the current event."""
         self._stopped = True
 
 
 class AtomicSection(AbstractContextManager[None]):
     """A section of a rank's code in which it must not block; may be nested.
 
-    With ``rank``, exceptions name it. One object for all entries: there are several in each step
-    of each rank.
+    With ``rank``, exceptions name it. One object serves all entries, as each step of each rank
+    enters several.
     """
 
     __slots__ = ("_rank", "depth")
@@ -113,8 +113,8 @@ class AtomicSection(AbstractContextManager[None]):
 class Fiber:
     """A greenlet under the clock, child of the greenlet that creates it.
 
-    A rank may switch among greenlets of its own: it is resumed in the one in which
-    it blocked.
+    A rank may switch between several greenlets: it is resumed in the one in which it
+    blocked.
     """
 
     def __init__(self, rank: int, clock: VirtualClock, pauses: Pauses, traffic: Traffic) -> None:
@@ -122,22 +122,22 @@ class Fiber:
         self.clock = clock
         self.atomic = AtomicSection()
         self.handler = AtomicSection(rank)
-        """In these sections it may not block."""
+        """Sections in which the rank must not block."""
         self._pauses = pauses
         self._traffic = traffic
         self._hub = getcurrent()
         self._grad_mode = torch.is_grad_enabled()
         self._waits = 0
         self._answer: Request | None = None
-        self._home: greenlet | None = None
+        self._rank_greenlet: greenlet | None = None
         self._main: greenlet
         self._blocked: greenlet
         self.killed = False
         self.waiting: Collection[Request] | None = None
-        """What it waits for, while it does."""
+        """The requests that it waits for, during a wait."""
 
     def start(self, body: Callable[[], None]) -> None:
-        """Have ``body`` run from now on."""
+        """Start ``body`` at the current time."""
         self._main = self._blocked = greenlet(body)
         self._wake()
 
@@ -148,62 +148,62 @@ class Fiber:
 
     # -- blocking -------------------------------------------------------------
     def sleep(self, seconds: float) -> None:
-        """Block for ``seconds`` outside the rank's pauses."""
+        """Block for ``seconds``, not counting the rank's pauses."""
         self.sleep_until(self._later(seconds))
 
     def sleep_until(self, end: float) -> None:
-        """Block until ``end``, or the end of the pause that it falls into."""
+        """Block until ``end``, or until the end of a pause at that time."""
         self._must_be_free("sleep")
         self.clock.at(self._resumed(end), _resume, self, LATE)
         self._switch()
 
     def _later(self, seconds: float) -> float:
-        """Return when ``seconds`` outside the rank's pauses are over."""
+        """Return the time after ``seconds``, not counting the rank's pauses."""
         if self._pauses.spans:
             return self._pauses.stretched(self.clock.now, seconds)
         return self.clock.now + seconds
 
     def _resumed(self, moment: float) -> float:
-        """Return ``moment``, or the end of the pause that it falls into."""
+        """Return ``moment``, or the end of a pause at that time."""
         return self._pauses.resumed(moment) if self._pauses.spans else moment
 
     @property
-    def may_be_spoken_for(self) -> bool:
+    def allows_callbacks(self) -> bool:
         """Whether the engine may make calls for this rank, in the same gradient mode."""
         return torch.is_grad_enabled() == self._grad_mode
 
     @property
     def may_pause(self) -> bool:
-        """Whether it has pauses, which lengthen each of its sleeps."""
+        """Whether the rank has pauses, which prolong its sleeps."""
         return bool(self._pauses.spans)
 
-    def begin_absence(self, action: Action, argument: Any, seconds: float) -> None:
-        """Block this rank; the first ``action`` for it comes after ``seconds``."""
+    def delegate(self, action: Action, argument: Any, seconds: float) -> None:
+        """Block this rank; the first ``action`` on its behalf is called after ``seconds``."""
         self._must_be_free("sleep")
-        outer, self._home = self._home, getcurrent()
+        outer, self._rank_greenlet = self._rank_greenlet, getcurrent()
         self.call_later(action, argument, seconds)
         self._switch()
-        self._home = outer
+        self._rank_greenlet = outer
 
     def call_later(self, action: Action, argument: Any, seconds: float) -> None:
-        """Have ``action(argument)`` called when this rank would come back from a sleep."""
-        if self._home is not None:
-            self._blocked = self._home  # the last call may have blocked elsewhere
+        """Call ``action(argument)`` when this rank would return from a sleep of ``seconds``."""
+        if self._rank_greenlet is not None:
+            self._blocked = self._rank_greenlet  # the last call may have blocked elsewhere
         self.clock.at(self._later(seconds), action, argument, LATE)
 
-    def come_home(self) -> Any:
-        """End the absence: continue with the rank itself, in place of the present greenlet."""
-        assert self._home is not None
-        return self._home.switch()
+    def resume_rank(self) -> Any:
+        """End the delegation: continue with the rank in place of the current greenlet."""
+        assert self._rank_greenlet is not None
+        return self._rank_greenlet.switch()
 
-    def hand_back(self) -> Any:
-        """Let the engine continue with its events; return what it switches back with."""
+    def return_to_engine(self) -> Any:
+        """Continue with the engine's events; return the value that it switches back with."""
         return self._hub.switch()
 
     def wait(self, awaited: Collection[Request], timeout: float | None) -> Request | None:
         """Block until one of ``awaited`` is done; return it, or None after ``timeout``.
 
-        Also None after :meth:`news` of them.
+        Also returns None after :meth:`news` of them.
         """
         self._must_be_free("wait")
         clock = self.clock
@@ -218,13 +218,13 @@ class Fiber:
         return self._answer
 
     def notify(self, request: Request) -> None:
-        """Wake this rank, which waits, if it waits for ``request``, which is done now."""
+        """Wake this rank if it waits for ``request``, which is done."""
         if self.waiting is not None and request in self.waiting:
             self._answer = request
             self._end_wait()
 
     def news(self, awaited: Collection[Request]) -> None:
-        """One of ``awaited`` is done: wake this rank if that is what it waits for."""
+        """Wake this rank if it waits for ``awaited``, one of which is done."""
         if self.waiting is awaited:
             self._end_wait()
 
@@ -237,13 +237,13 @@ class Fiber:
         self._wake()
 
     def _wake(self) -> None:
-        """Have this rank resumed now, or after its pause."""
+        """Resume this rank now, or after its pause."""
         self.clock.at(self._resumed(self.clock.now), _resume, self, LATE)
 
     def _switch(self) -> None:
-        """Let the others run until this rank is resumed, in the greenlet that called."""
+        """Let other ranks run until this rank is resumed, in the calling greenlet."""
         self._blocked = getcurrent()
-        # Torch keeps one gradient mode for the thread, which is all ranks.
+        # Torch has one gradient mode for the thread, which runs all ranks.
         mode = torch.is_grad_enabled()
         if mode == self._grad_mode:
             self._hub.switch()
@@ -255,7 +255,7 @@ class Fiber:
             torch.set_grad_enabled(mode)
 
     def _must_be_free(self, what: str) -> None:
-        """Refuse to switch where another rank would meet this one's half-done work."""
+        """Refuse to switch if another rank would see this one's unfinished operation."""
         if self.killed:
             raise GreenletExit
         if self.handler.depth:
@@ -273,12 +273,12 @@ class Fiber:
         raise TransportError(f"rank {self.rank}: {what} inside {place}")
 
     def kill(self) -> None:
-        """Unwind this rank; it can no longer block."""
+        """Unwind this rank, which can no longer block."""
         self.killed = True
         self.waiting = None
-        for part in (self._main, self._home, self._blocked):
+        for part in (self._main, self._rank_greenlet, self._blocked):
             if part is not None and not part.dead:
-                # What a dead process would still have raised is not part of the model.
+                # Exceptions of a failed process while it unwinds are not part of the simulation.
                 with contextlib.suppress(Exception):
                     part.throw(GreenletExit)
 
@@ -302,7 +302,7 @@ def _in_autocast() -> bool:
 
 
 def note_rank(error: Exception, rank: int) -> None:
-    """Add to an exception which rank it comes from."""
+    """Add a note to an exception that names its rank."""
     note = f"raised by rank {rank}"
     if hasattr(error, "add_note"):
         error.add_note(note)

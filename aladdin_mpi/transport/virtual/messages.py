@@ -1,4 +1,4 @@
-"""Messages of the virtual engine, the operations of its ranks, and how receives find messages."""
+"""Messages of the simulation engine, the operations of its ranks, and message matching."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from aladdin_mpi.transport.collectives import Steps
 from aladdin_mpi.transport.virtual.fiber import Fiber
 
 Payload: TypeAlias = "Tensor | tuple[float, ...] | None"
-"""What a message holds: values, numbers that are handed over as they are, or a size alone."""
+"""The contents of a message: values, numbers passed as they are, or only a size."""
 QUANTUM = 256 * 2**10
-"""Bytes of one flow that a link serves before it turns to the next. TCP shares a link packet by
-packet: with whole messages of 4 MB in turn EASGD came out up to a fifth faster than over TCP."""
+"""Bytes of one flow that a link serves before the next flow. TCP shares a link packet by packet:
+with whole messages of 4 MB in turn, EASGD was up to a fifth faster than over real TCP."""
 PIECES = 16
-"""Of a message at most: one of more than 4 MiB goes in larger pieces, which share a link as well
-in proportion to it, for a simulation of a thousand workers has to look at each piece."""
+"""Largest number of pieces of a message: one of more than 4 MiB is sent in larger pieces, with a
+proportional share of a link, since a simulation of a thousand workers processes each piece."""
 
 
 class Waiter(Protocol):
     """An object that is notified of an operation's end instead of the rank."""
 
     def operation_done(self, operation: Request) -> None:
-        """The operation is done, or has failed."""
+        """Handle the end of an operation, by completion or failure."""
         ...
 
 
 class Operation(Request):
     """A send or a receive of one rank; ``waiter``, if any, is notified of its end.
 
-    ``name`` is what the waiter calls it.
+    ``name`` is the waiter's name for it.
     """
 
     __slots__ = ("capacity", "name", "peer", "serial", "tag", "waiter")
@@ -63,12 +63,11 @@ class Operation(Request):
 
 @dataclass(slots=True, eq=False)
 class Message:
-    """One message under way.
+    """One message in flight.
 
-    ``request`` is the send that is done once the message has been received, or
-    None if the sender no longer cares. A ``free`` one takes only the latency. On a link it goes in
-    pieces of ``piece`` bytes; ``unsent`` bytes have not started, besides those of its flow's
-    ``midst``.
+    ``request`` is the send that ends when the message is received, or None if it has ended. A
+    ``free`` message takes only the latency. On a link it is sent in pieces of ``piece`` bytes;
+    ``unsent`` bytes have not started, excluding those of its flow's ``middle_pieces``.
     """
 
     source: int
@@ -83,16 +82,16 @@ class Message:
     piece: int = 0
 
     def cut(self) -> None:
-        """Prepare to go in pieces."""
+        """Prepare to be sent in pieces."""
         self.unsent = self.nbytes
         self.piece = QUANTUM if self.nbytes <= PIECES * QUANTUM else -(-self.nbytes // PIECES)
 
 
 class VirtualWaitSet(WaitSet, Collection[Request]):
-    """A set whose requests tell it when they are done.
+    """A set whose requests notify it of their end.
 
-    A server of a thousand workers takes millions of messages: a wait must not cost more
-    where there are more workers. Its requests must not be waited for elsewhere.
+    A server of a thousand workers receives millions of messages, so the cost of a wait must not
+    depend on the number of workers. Its requests must not be waited for elsewhere.
     """
 
     def __init__(self, fiber: Fiber, host_names: Sequence[str]) -> None:
@@ -102,7 +101,7 @@ class VirtualWaitSet(WaitSet, Collection[Request]):
         self._done: list[tuple[int, int, Request]] = []
 
     def __contains__(self, request: object) -> bool:
-        return False  # the rank need not look for a request: each tells of its end
+        return False  # the rank need not search for a request, as each notifies the set
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self.requests.values())
@@ -111,7 +110,7 @@ class VirtualWaitSet(WaitSet, Collection[Request]):
         return len(self.requests)
 
     def put(self, name: int, request: Request) -> None:
-        """See :meth:`WaitSet.put`; sends and receives only."""
+        """Wait for ``request``, a send or a receive, under this name."""
         assert isinstance(request, Operation)
         self._forget(name)
         self.requests[name] = request
@@ -121,7 +120,7 @@ class VirtualWaitSet(WaitSet, Collection[Request]):
             self.operation_done(request)
 
     def drop(self, name: int) -> None:
-        """See :meth:`WaitSet.drop`."""
+        """Stop waiting for the request of this name."""
         self._forget(name)
         del self.requests[name]
 
@@ -131,17 +130,17 @@ class VirtualWaitSet(WaitSet, Collection[Request]):
             replaced.waiter = None
 
     def operation_done(self, operation: Request) -> None:
-        """Note that one of the requests is done, and wake the rank if it waits for that."""
+        """Record that one of the requests is done, and wake the rank if it waits for the set."""
         assert isinstance(operation, Operation)
         heapq.heappush(self._done, (operation.order, operation.name, operation))
         self._fiber.news(self)
 
     def ended(self) -> list[int]:
-        """See :meth:`WaitSet.ended`; those that wait cost nothing."""
+        """Return the names of the ended requests, at no cost for others."""
         return [name for _, name, each in self._done if self.requests.get(name) is each]
 
     def wait(self) -> int:
-        """See :meth:`WaitSet.wait`."""
+        """Wait until one is done; return the name of the first."""
         while True:
             while self._done:
                 _, name, request = self._done[0]
@@ -149,14 +148,14 @@ class VirtualWaitSet(WaitSet, Collection[Request]):
                     if request.failed is not None:
                         raise PeerFailedError(request.failed, self._host_names[request.failed])
                     return name
-                heapq.heappop(self._done)  # has been replaced since
+                heapq.heappop(self._done)  # it has been replaced
             self._fiber.wait(self, None)
 
 
 class Collective(Request):
-    """A collective of one rank, under way.
+    """A collective of one rank, in progress.
 
-    ``resume`` is called to have the engine call :meth:`advance`, ``finish`` at the end.
+    ``resume`` makes the engine call :meth:`advance`; ``finish`` is called at the end.
     """
 
     __slots__ = ("_finish", "_missing", "_resume", "pending", "steps")
@@ -178,7 +177,7 @@ class Collective(Request):
         self.pending: Sequence[Operation] = ()
 
     def advance(self) -> None:
-        """Go on as far as no operation is awaited."""
+        """Continue until a step has to wait for operations."""
         if self.done:
             return
         for operations in self.steps:
@@ -192,21 +191,21 @@ class Collective(Request):
         self._finish(self)
 
     def operation_done(self, operation: Request) -> None:
-        """Note that an operation that this collective waits for is done."""
+        """Record that an operation of the current step is done."""
         self._missing -= 1
         if not self._missing:
             self._resume(self)
 
 
 class Mailbox:
-    """The posted receives of one rank, and the messages that no receive has matched yet."""
+    """The posted receives of one rank, and its unexpected messages, not matched by a receive."""
 
     __slots__ = ("_posted", "_serial", "_unexpected")
 
     def __init__(self) -> None:
         self._posted: dict[tuple[int, int], deque[Operation]] = {}
         self._unexpected: dict[int, dict[int, deque[tuple[int, Message]]]] = {}
-        """By tag and source, each message with the number of its arrival."""
+        """Messages by tag and source, each with the number of its arrival."""
         self._serial = 0
 
     def post(self, receive: Operation) -> None:
@@ -220,7 +219,7 @@ class Mailbox:
         queue.append(receive)
 
     def match(self, message: Message) -> Operation | None:
-        """Take out the receive posted first of those that ``message`` fits."""
+        """Remove and return the first posted receive that matches ``message``."""
         posted = self._posted
         key = (message.source, message.tag)
         queue = posted.get(key)
@@ -235,7 +234,7 @@ class Mailbox:
         return receive
 
     def withdraw(self, receive: Operation) -> bool:
-        """Take back a posted receive; return False if it is not posted."""
+        """Remove a posted receive; return False if it is not posted."""
         key = (receive.peer, receive.tag)
         queue = self._posted.get(key)
         if queue is None or receive not in queue:
@@ -246,7 +245,7 @@ class Mailbox:
         return True
 
     def withdraw_where(self, applies: Callable[[int, int], bool]) -> list[Operation]:
-        """Take back the receives to whose source and tag ``applies``."""
+        """Remove the receives for whose source and tag ``applies`` is true."""
         keys = [key for key in self._posted if applies(*key)]
         return [receive for key in keys for receive in self._posted.pop(key)]
 
@@ -257,7 +256,7 @@ class Mailbox:
         queues.setdefault(message.source, deque()).append((self._serial, message))
 
     def take(self, source: int, tag: int) -> Message | None:
-        """Take out the unexpected message for a new receive that arrived first."""
+        """Remove and return the first unexpected message for a new receive."""
         queues = self._unexpected.get(tag)
         if queues is None:
             return None
@@ -274,7 +273,7 @@ class Mailbox:
         return message
 
     def unexpected(self) -> list[Message]:
-        """Return all unexpected messages, those of a tag in the order of their arrival."""
+        """Return all unexpected messages, those with one tag in order of arrival."""
         by_number = itemgetter(0)
         return [
             message
@@ -284,14 +283,14 @@ class Mailbox:
 
 
 def copied(payload: Payload) -> Payload:
-    """Return a copy of what may change."""
+    """Return a copy of a payload that may change."""
     if payload is None or isinstance(payload, tuple):
         return payload
     return (payload if is_plain(payload) else as_bytes(payload)).clone()
 
 
 def handed(message: Message) -> Tensor:
-    """Return a message as its handler gets it: bytes that nothing else uses."""
+    """Return a message in the form for its handler: bytes that nothing else uses."""
     payload = message.payload
     if payload is None:
         device = "meta" if message.nbytes else "cpu"
@@ -302,7 +301,7 @@ def handed(message: Message) -> Tensor:
 
 
 def handed_numbers(message: Message) -> tuple[float, ...] | list[float]:
-    """Return the numbers that a message holds."""
+    """Return the numbers in a message."""
     if isinstance(message.payload, tuple):
         return message.payload
     numbers: list[float] = handed(message).view(torch.float64).tolist()
@@ -310,7 +309,7 @@ def handed_numbers(message: Message) -> tuple[float, ...] | list[float]:
 
 
 def fill(receive: Operation, message: Message) -> None:
-    """Put ``message`` into the buffer of ``receive``.
+    """Copy ``message`` to the buffer of ``receive``.
 
     Raises:
         TransportError: the message is longer than the buffer.

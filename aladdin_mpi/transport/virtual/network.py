@@ -1,29 +1,28 @@
-"""The time that messages take on the wire.
+"""Model of the time that messages take on the network.
 
-Each host has one link out and one link in, and a faster path of its own for the messages inside
-it. A link out serves its flows (the messages of one rank to one other) in turn, a piece at a time
-(:data:`QUANTUM`, :data:`PIECES`), and first in, first out within a flow. After the latency the
-piece goes through the receiver's link in, in the order in which the first bytes arrive, while its
-later bytes are still under way: an idle network takes ``overhead + latency + bytes / bandwidth``
-for a message, not twice the bytes. The latency is one constant, so first bytes arrive in the order
-in which pieces start, however fast the links are, and the time on the link in is known when a
-piece starts: two events a message are enough.
+Each host has one outgoing and one incoming link, and a faster local path for messages within the
+host. An outgoing link serves its flows (the messages of one rank to one other) in turn, one piece
+at a time (:data:`QUANTUM`, :data:`PIECES`), in first-in, first-out order within a flow. After the
+latency the piece passes the receiver's incoming link, in the order in which first bytes arrive,
+while its later bytes are still in flight: on an idle network a message takes ``overhead + latency
++ bytes / bandwidth``, not twice the bytes. Since the latency is constant, first bytes arrive in
+the order in which pieces start, whatever the links' speeds, and the time on the incoming link is
+known when a piece starts: two events for each message are sufficient.
 
-Links may differ. A piece takes of each link the time that its bytes need there, and
-arrives when both are done with it:
+Links may differ. A piece occupies each link for the time that its bytes need there, and arrives
+when both links are done with it:
 
-- From a fast link to a slow one, a flow starts its pieces as fast as the slow one could
-  take them, and is at most one ahead of that, as a sender with a window of two. Between
-  them the link out serves others.
-- From a slow link to a fast one, the last byte arrives when it has left the slow one. Of
-  the fast one the piece takes its time in one go, as soon as it may; the rest is others'.
+- From a fast link to a slow one, a flow starts its pieces at the rate of the slow one, and is at
+  most one piece ahead of it, like a sender with a window of two. Between pieces the outgoing
+  link serves other flows.
+- From a slow link to a fast one, the last byte arrives when it has left the slow one. The piece
+  occupies the fast link for one uninterrupted interval, as early as possible.
 
-So a flow goes at the pace of the slower link, and no link carries more than it can over
-times longer than a piece.
+A flow thus has the rate of the slower link, and no link exceeds its bandwidth over intervals
+longer than a piece.
 
-Short messages (:data:`EXPRESS`) do not queue behind bulk data: a network that is fair to its flows
-gives a short one its share at once. They take the same latency and overhead, and matching still
-sees all messages of one (source, dest, tag) in order.
+Short messages (:data:`EXPRESS`) overtake bulk data, as on a network that is fair to its flows.
+Messages with the same (source, dest, tag) are still matched in order.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from aladdin_mpi.transport.virtual.fiber import VirtualClock
 from aladdin_mpi.transport.virtual.messages import Message
 
 EXPRESS = 4096
-"""Bytes up to which a message goes past the bulk data that is queued."""
+"""Largest message, in bytes, that overtakes queued bulk data."""
 
 
 class Link:
@@ -57,13 +56,14 @@ class Link:
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """The messages of one rank to one other; ``into`` is None inside a host.
+    """The messages of one rank to one other; ``into`` is None within a host.
 
-    ``ready`` is when its next piece may start, ``seconds_per_byte`` that of the slowest link on
-    its way, and ``is_even`` says that the links on its way are alike. If it ``goes_on``, nothing
-    holds a piece back behind the one before. Of its first message ``midst`` pieces of ``piece``
-    bytes have not started, between the first and the last: they are most, and what they need is at
-    hand, for where a thousand flows take turns each look at another object is one past the cache.
+    ``ready`` is the earliest start of its next piece, ``seconds_per_byte`` that of the slowest link
+    on its path, and ``is_even`` whether the links on its path have equal speed. If it
+    ``is_continuous``, nothing delays a piece after the previous one. Of its first message
+    ``middle_pieces`` pieces of ``piece`` bytes, between the first and the last, have not started.
+    They are the majority, and their data are kept here, since with a thousand flows in turn each
+    access to another object is a cache miss.
     """
 
     source: int
@@ -71,8 +71,8 @@ class Flow:
     into: Link | None
     seconds_per_byte: float
     is_even: bool
-    goes_on: bool
-    midst: int = 0
+    is_continuous: bool
+    middle_pieces: int = 0
     piece: int = 0
     queue: deque[Message] = field(default_factory=deque)
     undelivered: dict[int, deque[Message]] = field(default_factory=dict)
@@ -82,11 +82,11 @@ class Flow:
     burst: int = 0
     """Over TCP: the number of messages that interleave, ..."""
     share: float = 1.0
-    """... which scales their pieces."""
+    """... and the factor on the size of their pieces."""
 
 
 class Network:
-    """Carries messages and calls ``deliver`` with each when its last byte has arrived."""
+    """Network that calls ``deliver`` with each message when its last byte has arrived."""
 
     def __init__(
         self, cluster: Cluster, size: int, clock: VirtualClock, deliver: Callable[[Message], None]
@@ -95,7 +95,7 @@ class Network:
         self._deliver = deliver
         self._size = size
         self.hosts = [cluster.host_of(rank, size) for rank in range(size)]
-        """For every rank the number of its host."""
+        """For every rank the index of its host."""
         self._overhead = cluster.message_overhead_us * 1e-6
         self._delay = cluster.delay_us * 1e-6
         self._pauses = [cluster.pauses_of(r) for r in range(size)] if cluster.pauses else None
@@ -106,10 +106,10 @@ class Network:
         self._local = [Link(cluster.local_bandwidth_gbit, cluster.local_latency_us) for _ in rates]
 
     def carried(self) -> dict[str, list[int]]:
-        """Bytes that every host's links have carried, but for short messages.
+        """Return the bytes that every host's links have carried, except for short messages.
 
-        Of a link out the piece that it carries counts as a whole; a link in takes pieces when they
-        leave the sender, so that some may still queue for it.
+        The current piece of an outgoing link counts as a whole. An incoming link counts pieces when
+        they leave the sender, so that some may still queue for it.
         """
         now = self._clock.now
         return {
@@ -121,7 +121,7 @@ class Network:
         }
 
     def send(self, message: Message) -> None:
-        """Put ``message`` behind the earlier ones of its pair of ranks."""
+        """Queue ``message`` after the earlier ones of its pair of ranks."""
         flow = self._flows.get(message.source * self._size + message.dest)
         if flow is None:
             flow = self._open(message.source, message.dest)
@@ -163,7 +163,7 @@ class Network:
         return into is None or into.seconds_per_byte == link.seconds_per_byte
 
     def _enlist(self, flow: Flow) -> None:
-        """Let ``flow`` queue for its link, when its receiver and a pause of its sender allow it."""
+        """Queue ``flow`` for its link, once its receiver and a pause of its sender allow it."""
         now = self._clock.now
         if flow.ready > now:
             self._clock.at(flow.ready, self._enlist, flow)
@@ -189,9 +189,9 @@ class Network:
             flow.active = False
 
     def _start_piece(self, flow: Flow, link: Link) -> float:
-        """Start the next piece of ``flow``; return when ``link`` is done with it."""
+        """Start the next piece of ``flow``; return the time at which ``link`` is done with it."""
         clock = self._clock
-        if flow.midst:
+        if flow.middle_pieces:
             return self._start_next(flow, link)
         message = flow.queue[0]
         unsent, piece = message.unsent, message.piece
@@ -200,8 +200,8 @@ class Network:
         overhead = 0.0
         if unsent == message.nbytes:
             overhead = self._overhead
-            if flow.goes_on and unsent > 2 * piece:
-                flow.midst, flow.piece = -(-unsent // piece) - 2, piece
+            if flow.is_continuous and unsent > 2 * piece:
+                flow.middle_pieces, flow.piece = -(-unsent // piece) - 2, piece
         duration = piece * link.seconds_per_byte + overhead
         link.carried += piece
         now = clock.now
@@ -214,17 +214,17 @@ class Network:
                 into.free = arrival = (first if first > into.free else into.free) + duration
             else:
                 arrival = self._pass_in(flow, into, piece, overhead, duration)
-        message.unsent = unsent - piece * (1 + flow.midst)
+        message.unsent = unsent - piece * (1 + flow.middle_pieces)
         if unsent == piece:
             flow.queue.popleft()
-            # Never before its predecessor of the same pair.
+            # Never before the previous message of the same pair.
             flow.arrived = max(self._delayed(message, arrival), flow.arrived)
             clock.at(flow.arrived, self._arrive, message)
         return now + duration
 
     def _start_next(self, flow: Flow, link: Link) -> float:
-        """As :meth:`_start_piece`, between the first and the last of a message."""
-        flow.midst -= 1
+        """Start a middle piece of a message, as :meth:`_start_piece` does for the others."""
+        flow.middle_pieces -= 1
         now, piece = self._clock.now, flow.piece
         duration = piece * link.seconds_per_byte
         link.carried += piece
@@ -238,9 +238,9 @@ class Network:
     def _pass_in(
         self, flow: Flow, into: Link, piece: int, overhead: float, leaving: float
     ) -> float:
-        """When a piece is through ``into``, another link than that which it takes so long to leave.
+        """Return when a piece has passed ``into``, if it takes ``leaving`` on the outgoing link.
 
-        Of two equal links it is the end of the piece's time on ``into``, and no flow is held back.
+        For two equal links this is the end of its time on ``into``, and no flow is delayed.
         """
         first = self._clock.now + into.latency
         passing = piece * into.seconds_per_byte + overhead
@@ -249,7 +249,7 @@ class Network:
         return max(into.free, first + leaving)
 
     def _delayed(self, message: Message, time: float) -> float:
-        """Return when a message arrives whose last byte is through at ``time``."""
+        """Return the arrival time of a message whose last byte has passed at ``time``."""
         if self._delay:
             time += self._clock.random.expovariate(1.0 / self._delay)
         if self._pauses is not None:
@@ -257,18 +257,18 @@ class Network:
         return time
 
     def _end_piece(self, flow: Flow) -> None:
-        """Start the next piece on the link of ``flow``; as many as no other event comes between."""
+        """Start the next piece on the link of ``flow``, and more if no other event comes first."""
         link, clock = flow.link, self._clock
         due = clock.next_due()
-        while flow.goes_on and (flow.midst or flow.queue):
+        while flow.is_continuous and (flow.middle_pieces or flow.queue):
             flows = link.flows
-            if flows:  # the others first
+            if flows:  # other flows first
                 flows.append(flow)
                 flow = flows.popleft()
-                while not (flow.midst or flow.queue):
+                while not (flow.middle_pieces or flow.queue):
                     flow.active = False
                     flow = flows.popleft()
-            if flow.midst:
+            if flow.middle_pieces:
                 end = self._start_next(flow, link)
             else:
                 end, due = self._start_piece(flow, link), clock.next_due()
@@ -286,7 +286,7 @@ class Network:
             self._serve(link)
 
     def _arrive(self, message: Message) -> None:
-        """Deliver what may be matched now: messages of a tag in the order of sending."""
+        """Deliver messages that may be matched now, those with one tag in sending order."""
         message.arrived = True
         flow = self._flows[message.source * self._size + message.dest]
         queue = flow.undelivered.get(message.tag)
@@ -294,10 +294,10 @@ class Network:
             self._deliver(queue.popleft())
 
     def drop(self, rank: int) -> list[Message]:
-        """Forget what is queued from and to ``rank``; return all that is lost on its way to it.
+        """Drop queued messages from and to ``rank``; return all that are lost on the way to it.
 
-        Messages that have left the sender's link arrive nevertheless: ``deliver`` must
-        ignore them.
+        Messages that have left the sender's link arrive nevertheless: ``deliver`` must ignore
+        them.
         """
         lost: list[Message] = []
         for key, flow in self._flows.items():
@@ -311,7 +311,7 @@ class Network:
                 if message.tag in flow.undelivered:
                     flow.undelivered[message.tag].remove(message)
             flow.queue.clear()
-            flow.midst = 0
+            flow.middle_pieces = 0
         return lost
 
 
@@ -321,13 +321,13 @@ STALLS = 0.01
 """Share of the bursts on a crowded link whose end is lost; 0.001 to 0.014 in several traces."""
 RETRANSMISSION_SECONDS = 0.2
 CROWDED = 2
-"""Pieces that queue for a link in when it is crowded."""
+"""Number of queued pieces that makes an incoming link crowded."""
 MOST = 4
-"""Messages of a burst."""
+"""Largest number of messages in a burst."""
 
 
 class TcpNetwork(Network):
-    """Carries messages as :class:`Network` does, except between two hosts."""
+    """Network with TCP's sharing between two hosts, otherwise like :class:`Network`."""
 
     def _is_even(self, link: Link, into: Link | None) -> bool:
         return into is None
@@ -361,7 +361,7 @@ class TcpNetwork(Network):
     def _pass_in(
         self, flow: Flow, into: Link, piece: int, overhead: float, leaving: float
     ) -> float:
-        """When a piece is through ``into``; the next one starts when it begins to get through."""
+        """Return when a piece has passed ``into``; the next one starts when it begins to pass."""
         passing = piece * into.seconds_per_byte + overhead
         first = self._clock.now + flow.link.latency
         into.free = max(first, into.free) + passing
@@ -370,7 +370,7 @@ class TcpNetwork(Network):
         return arrival
 
     def _stall(self, flow: Flow, link: Link, arrival: float, leaving: float) -> float:
-        """Seconds until the end of a burst has been sent again, where it is lost."""
+        """Return the retransmission delay of a burst, 0 unless its end is lost."""
         if flow.queue:
             return 0.0
         queued = arrival - link.latency - self._clock.now - leaving
