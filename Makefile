@@ -1,9 +1,9 @@
-# make train         four ranks train on this machine; needs nothing but Python >= 3.10
-# make horovod       build Horovod for that torch and MPI; needs a C++ compiler
-# make bench-quick   a reduced pass of every benchmark, under ten minutes
-# make docs          the guides and the API reference, in site/
-# make gpu-check     check the package on this machine's GPU; make gpu-check-bundle: for a bare one
-# make test          the checks of every day; make test-long: all that can run here
+# make train         train with four ranks on this machine; requires only Python >= 3.10
+# make horovod       build Horovod for the torch and MPI in .venv; requires a C++ compiler
+# make bench-quick   run a reduced pass of every benchmark, in under ten minutes
+# make docs          build the guides and the API reference into site/
+# make gpu-check     check the package on a GPU; make gpu-check-bundle: for a machine without Python
+# make test          run the default test suite; make test-long: the whole one
 PYTHON ?= python3
 NP ?= 4
 JOBS ?= 3
@@ -11,7 +11,7 @@ ARGS ?=
 BIN := .venv/bin
 SETUP := PYTHON='$(PYTHON)' tools/setup-venv.sh
 
-# Open MPI on a small machine: more ranks than cores, which yield when idle and move freely.
+# Open MPI on a small machine: allow more ranks than cores, which yield when idle and are not bound.
 export OMP_NUM_THREADS ?= 1
 export OMPI_MCA_mpi_yield_when_idle ?= 1
 export PRTE_MCA_rmaps_default_mapping_policy ?= :oversubscribe
@@ -21,23 +21,23 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-# Targets share one environment, which two at once would install into.
+# Targets share one environment and must not install into it at the same time.
 .NOTPARALLEL:
 
 .PHONY: help train horovod bench-quick gpu-check gpu-check-bundle docs test test-long lint format clean clean-venv
 
 help:
 	@echo 'make train [NP=4] [ARGS="--epochs 5"]   train on this machine (rank 0 is the server)'
-	@echo 'make horovod                                 build Horovod into .venv, once'
-	@echo 'make test [ARGS="-k packaging"] [JOBS=3]     lint, type check and run the tests'
-	@echo 'make test-long                               also those that take long: an hour or more'
-	@echo 'make bench-quick                             try every benchmark; ten minutes at most'
-	@echo 'make gpu-check [ARGS="--only memory"]        check the package on a GPU; 8 minutes at most'
-	@echo 'make gpu-check-bundle                        what gpu-check needs where nothing is installed'
+	@echo 'make horovod                                 build Horovod into .venv'
+	@echo 'make test [ARGS="-k packaging"] [JOBS=3]     run linter, type checker and tests'
+	@echo 'make test-long                               run all tests (an hour or more)'
+	@echo 'make bench-quick                             run a reduced pass of every benchmark (10 min)'
+	@echo 'make gpu-check [ARGS="--only memory"]        check the package on a GPU (8 min)'
+	@echo 'make gpu-check-bundle                        files for a GPU check on a bare machine'
 	@echo 'make docs                                    build the documentation into site/'
-	@echo 'make lint | format                           only the checks | put the code in order'
-	@echo 'make clean | clean-venv                      remove caches | also the environment, .venv'
-	@echo 'PYTHON=python3.12 chooses the interpreter.'
+	@echo 'make lint | format                           run the linter | format the code'
+	@echo 'make clean | clean-venv                      remove caches | also .venv'
+	@echo 'PYTHON=python3.12 selects the interpreter.'
 
 train:
 	@$(SETUP) run
@@ -61,7 +61,8 @@ gpu-check-bundle:
 
 docs:
 	@$(SETUP) test
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python tools/reference.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 test: lint docs horovod
 	$(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder -rs --durations=15 \

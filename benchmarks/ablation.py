@@ -1,11 +1,11 @@
-"""ALADDIN's variants compared on real data, in virtual time.
+"""Compare ALADDIN's variants on real data in simulations.
 
 The paper contradicts itself in places (docs/design/aladdin.md); each reading is an option.
-This trains with each of them and shows which is best::
+This benchmark trains with each of them::
 
     python -m benchmarks.ablation --seeds 3 --save ablation -- --workers 8 --epochs 20 --lr 0.01
 
-What stands behind ``--`` goes to ``aladdin_mpi.simulate``.
+Arguments after ``--`` are passed to ``aladdin_mpi.simulate``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.results import result_name, table, write_result
 
 BASE = {"normalize": "workers", "alpha": "theory", "momentum": "worker", "trigger": "accumulate"}
-"""What the variants differ from in one or two places."""
+"""The base variant; the others differ from it in one or two options."""
 
 VARIANTS: dict[str, dict[str, str]] = {
     "base": {},
@@ -48,7 +48,7 @@ RUN_SECONDS = 3600.0
 
 
 def final_figures(options: Sequence[str]) -> dict[str, Any]:
-    """Run one simulation; return its summary."""
+    """Run one simulation and return its summary."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "aladdin_mpi.simulate", "--run-dir", folder, "--overwrite"]
         command += ["--quiet", "--eval-every", "0", *options]
@@ -60,7 +60,7 @@ def final_figures(options: Sequence[str]) -> dict[str, Any]:
 
 
 def row(name: str, seeds: int, options: Sequence[str], pool: ThreadPoolExecutor) -> dict[str, str]:
-    """Train a variant with each seed; return its line of the table."""
+    """Train a variant with each seed and return its row of the table."""
     chosen = {**BASE, **VARIANTS[name]}
     flags = [word for key, value in chosen.items() for word in (f"--aladdin-{key}", value)]
     runs = [[*options, *flags, "--seed", str(seed)] for seed in range(seeds)]
@@ -76,15 +76,15 @@ def row(name: str, seeds: int, options: Sequence[str], pool: ThreadPoolExecutor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns its exit status."""
+    """Run the benchmark and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     split = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--seeds", type=whole(), default=3, help="runs of each variant")
+    parser.add_argument("--seeds", type=whole(), default=3, help="number of runs of each variant")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
-    parser.add_argument("--jobs", type=whole(), default=1, help="runs at once")
+    parser.add_argument("--jobs", type=whole(), default=1, help="number of runs at the same time")
     parser.add_argument(
-        "--save", type=result_name, metavar="NAME", help="keep the table in benchmarks/results"
+        "--save", type=result_name, metavar="NAME", help="save the table in benchmarks/results"
     )
     args = parser.parse_args(words[:split])
     options = words[split + 1 :]

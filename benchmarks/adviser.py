@@ -1,14 +1,14 @@
-"""Does the adviser recommend what is fastest? Ten set-ups of the network lab, over real MPI.
+"""Check the adviser's recommendations with MPI runs in ten set-ups of the network lab.
 
     python -m benchmarks.adviser --dry-run
     python -m benchmarks.adviser --work runs/adviser --check --save
     python -m benchmarks.adviser --only 6 --check
     python -m benchmarks.adviser --quick
 
-Set-ups are drawn by a seed. In each, candidates of the adviser's are run over MPI: the first two of
-its ranking by samples per second, the best of other algorithms, and `bsp` with one server, which
-something always holds up. Of those that are held up, two run again with twice of what they lack.
-Stopped, the same command goes on with `--work`. It needs the network lab, and root.
+A random seed determines the set-ups. In each, some of the adviser's candidates run over MPI: the
+first two of its ranking by samples per second, the best of other algorithms, and `bsp` with one
+server, which always has a bottleneck. Two of those with a bottleneck run again with twice the
+capacity there. With `--work`, rerun the same command to resume. Requires the network lab and root.
 """
 
 from __future__ import annotations
@@ -49,50 +49,51 @@ STEP = 0.4
 """Seconds."""
 JITTER = 0.013
 BEST, PREDICTED, ALL, RELIEF = 0.05, 0.05, 0.10, 0.10
-"""Bars: of the fastest, of the recommended one's rate, of all candidates' rates, of the gain by
-relief."""
+"""Largest errors: recommended against fastest rate, prediction of the recommended candidate's rate,
+of all rates, and of the gain from removing the bottleneck."""
 ENOUGH = 9
-"""Set-ups in which the recommended one has to be near the fastest."""
+"""Number of set-ups in which the recommended candidate must be near the fastest."""
 TRIED = 4
-"""Candidates of a set-up that are run over MPI, besides the plain one."""
+"""Number of candidates per set-up that run over MPI, in addition to the plain one."""
 PLAIN = Candidate("bsp", 1, False)
 HELD = 2
-"""Candidates of a set-up whose bottleneck is widened."""
+"""Number of candidates per set-up whose bottleneck is removed."""
 NAMES = ("aladdin", "aladdin-ahead", "ar-sgd", "asp", "bsp", "sgp")
 LIMIT = 300.0
 
 NOTES = f"""\
-Each row is a candidate of a set-up: what the adviser predicted, and what it reached over MPI in the
-network lab. Set-ups are drawn by seed {SEED}: hosts, workers, rates of links (a host may have a
+Each row is a candidate of a set-up: the samples/s that the adviser predicted, and those over MPI in
+the network lab. Seed {SEED} determines the set-ups: hosts, workers, link rates (a host may have a
 slower one), one slow worker or none, the size of the model. Steps take {STEP} s, modelled.
-Samples/s is the slope of the lines of metrics from two fifths of the samples on, in both alike.
+Samples/s is the slope of the metrics lines from two fifths of the samples on, in both cases.
 Recommended: the first of the adviser's ranking by samples/s (`--target time`). The network is
-described as `benchmarks.agreement` does. Of the fastest: the rate over that of the fastest that was
-tried. Relieved: how many times as fast the candidate is over MPI when what the adviser named as its
-bottleneck is doubled (a slow worker: made as fast as the others); expected is what it predicted."""
+described as in `benchmarks.agreement`. Of the fastest: the rate divided by that of the fastest
+candidate that was run. Relieved: the candidate's speedup over MPI if the capacity of the bottleneck
+that the adviser named is doubled (a slow worker: as fast as the others). Expected: the adviser's
+prediction of it."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A cluster of the lab, and a model."""
+    """A cluster of the lab and a model."""
 
     number: int
     hosts: int
     workers: int
     links: tuple[float, ...]
-    """Gbit/s of each host."""
+    """Link rate of each host in Gbit/s."""
     slowdown: tuple[tuple[int, float], ...]
     megabytes: float
 
     def describe(self) -> str:
-        """In a few words."""
+        """Return a short description."""
         rates = " ".join(f"{rate:g}" for rate in self.links)
         slow = "".join(f", worker {w} {f:g}x slower" for w, f in self.slowdown)
         return f"{self.workers} workers, links {rates} Gbit/s, {self.megabytes:g} MB{slow}"
 
 
 def setups(count: int) -> list[Setup]:
-    """Those that the seed draws."""
+    """Return the set-ups that the seed determines."""
     draw = random.Random(SEED)
     found = []
     for number in range(count):
@@ -111,7 +112,7 @@ def setups(count: int) -> list[Setup]:
 def request_for(
     setup: Setup, links: Sequence[float] | None = None, seconds: float = 300
 ) -> AdviceRequest:
-    """What the adviser is asked for a set-up."""
+    """Return the request to the adviser for a set-up."""
     rates = list(setup.links)
     goodput = GOODPUT
     usual = max(set(rates), key=rates.count)
@@ -138,7 +139,7 @@ def request_for(
 
 
 def advised(setup: Setup) -> tuple[CandidateSearch, list[CandidateResult], ClusterTraits]:
-    """The adviser's ranking."""
+    """Return the adviser's ranking."""
     request = request_for(setup)
     on = ground(request, setup.megabytes)
     race = CandidateSearch(
@@ -149,14 +150,14 @@ def advised(setup: Setup) -> tuple[CandidateSearch, list[CandidateResult], Clust
 
 # -- over MPI ---------------------------------------------------------------------------
 def host_of(setup: Setup, candidate: Candidate) -> list[int]:
-    """The host of each rank."""
+    """Return the host of each rank."""
     servers = [s % setup.hosts if candidate.spread else 0 for s in range(candidate.servers)]
     each = -(-setup.workers // setup.hosts)
     return [*servers, *(worker // each for worker in range(setup.workers))]
 
 
 def measured(setup: Setup, candidate: Candidate, links: Sequence[float]) -> float:
-    """Samples per second over MPI.
+    """Return the samples per second over MPI.
 
     Raises:
         UserError: the run failed.
@@ -199,7 +200,7 @@ def measured(setup: Setup, candidate: Candidate, links: Sequence[float]) -> floa
 
 
 class Kept:
-    """Rates that have been measured, in a file."""
+    """Measured rates, kept in a file."""
 
     def __init__(self, where: Path | None) -> None:
         self._path = None if where is None else where / f"{NAME}.json"
@@ -207,7 +208,7 @@ class Kept:
         self._rates: dict[str, float] = json.loads(self._path.read_text()) if there else {}  # type: ignore[union-attr]
 
     def rate(self, setup: Setup, candidate: Candidate, links: Sequence[float]) -> float:
-        """Measured now, or before."""
+        """Return a candidate's rate; measure it if it is not in the file."""
         key = json.dumps([asdict(setup), candidate.key, candidate.spread, list(links)])
         if key not in self._rates:
             print(f"set-up {setup.number}: {candidate.describe()}", file=sys.stderr, flush=True)
@@ -219,7 +220,7 @@ class Kept:
 
 
 def chosen(race: CandidateSearch, entries: Sequence[CandidateResult]) -> list[CandidateResult]:
-    """The first of the ranking, the best of further algorithms, and the plain one."""
+    """Return the first of the ranking, the best of other algorithms, and the plain candidate."""
     known = [entry for entry in entries if entry.timed is not None]
     first = known[:2]
     for entry in known[2:]:
@@ -234,7 +235,7 @@ def chosen(race: CandidateSearch, entries: Sequence[CandidateResult]) -> list[Ca
 
 
 def rows_of(setup: Setup, kept: Kept) -> list[dict[str, Any]]:
-    """The table's rows for a set-up."""
+    """Return the table's rows for a set-up."""
     race, entries, on = advised(setup)
     tried = chosen(race, entries)
     rates = [kept.rate(setup, entry.candidate, setup.links) for entry in tried]
@@ -270,7 +271,7 @@ def relief(
     before: float,
     kept: Kept,
 ) -> tuple[float | None, float | None]:
-    """How much faster with twice of what is short: as predicted, and over MPI."""
+    """Return the speedup with the bottleneck removed: predicted, and measured over MPI."""
     fields = found.relief
     predicted = race.try_out({"relieved": (entry.candidate, request_for(setup).on(fields))})
     expected = predicted["relieved"] / entry.rate if "relieved" in predicted else None
@@ -284,7 +285,7 @@ def _slowdown(setup: Setup, fields: Mapping[str, Any]) -> tuple[tuple[int, float
 
 
 def _links(setup: Setup, cluster: Cluster, fields: Mapping[str, Any]) -> list[float]:
-    """The lab's rates with those of a changed simulation doubled."""
+    """Return the lab's link rates, with those doubled that the changed simulation widens."""
     if "cluster.bandwidth_gbit" in fields:
         return [2 * rate for rate in setup.links]
     wider = fields.get("cluster.links", {})
@@ -295,7 +296,7 @@ def _links(setup: Setup, cluster: Cluster, fields: Mapping[str, Any]) -> list[fl
 
 
 def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The bars that were not reached, in words."""
+    """Return a description of each bar that was missed."""
     firsts = [row for row in rows if row["set-up"]]
     near = [row for row in firsts if row["of the fastest"] >= 1 - BEST]
     found = []
@@ -316,17 +317,17 @@ def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = harness.make_parser(NAME, "Whether the adviser recommends what is fastest.")
-    add = parser.add_argument
-    add(
-        "--work", type=folder, metavar="FOLDER", help="keep runs over MPI here, and go on from them"
+    parser = harness.make_parser(
+        NAME, "Check whether the adviser recommends the fastest candidate."
     )
-    add("--setups", type=whole(1), default=SETUPS, help="how many")
-    add("--only", type=whole(0), nargs="+", metavar="NUMBER", help="these of them alone")
-    add("--dry-run", action="store_true", help="list the set-ups, no more")
-    add("--quick", action="store_true", help="one set-up")
+    add = parser.add_argument
+    add("--work", type=folder, metavar="FOLDER", help="keep MPI runs here, and resume from them")
+    add("--setups", type=whole(1), default=SETUPS, help="number of set-ups")
+    add("--only", type=whole(0), nargs="+", metavar="NUMBER", help="run only these set-ups")
+    add("--dry-run", action="store_true", help="only list the set-ups")
+    add("--quick", action="store_true", help="run one set-up")
     args = parser.parse_args(argv)
     asked = setups(1 if args.quick else args.setups)
     if args.only is not None:
@@ -339,7 +340,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(reason)
     facts, kept = machine(), Kept(args.work)
     rows = [row for setup in asked for row in rows_of(setup, kept)]
-    title = "What the adviser recommends, against runs over MPI in the network lab"
+    title = "The adviser's recommendations against MPI runs in the network lab"
     findings = harness.Findings(title, rows, NOTES, missed(rows))
     return harness.publish(NAME, argv, args, facts, findings)
 

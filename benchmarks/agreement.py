@@ -1,10 +1,10 @@
-"""Virtual time against runs over MPI: how far off are its predictions of throughput?
+"""Compare the throughput of simulations with that of runs over MPI.
 
     python -m benchmarks.agreement --work benchmarks/results/cells --check --save
     python -m benchmarks.agreement --quick
 
-The cells are those of `benchmarks.stragglers` and `benchmarks.scaling`; what these have left in the
-same `--work` folder is not run over MPI again. Needs the network lab, and root.
+The cells are those of `benchmarks.stragglers` and `benchmarks.scaling`; their MPI runs in the same
+`--work` folder are reused. Requires the network lab and root.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ NOTES = f"""\
 
 {ROW_NOTES}
 
-Virtual time knows of the lab the rate of links (less the frames' headers), how messages share them,
-by traces of messages alone (`benchmarks.sharing`), and a latency and overhead of single messages
-that were set beforehand (benchmarks/engines.py), the same for all cells. Rows are in order of their
-error."""
+The simulation's model of the lab is the same for all cells: the rate of links (less the frames'
+headers), how messages share them, from traces of messages alone (`benchmarks.sharing`), and a
+latency and overhead of single messages that were set beforehand (benchmarks/engines.py). Rows are
+in order of their error."""
 
 
 def cells(args: argparse.Namespace) -> list[Cell]:
-    """All cells of the two tables.
+    """Return all cells of the two tables.
 
     Raises:
         UserError: one of the engines is missing.
@@ -44,7 +44,7 @@ def cells(args: argparse.Namespace) -> list[Cell]:
     if set(study.engines(args)) != set(study.ENGINES):
         raise UserError(
             f"--engine: expected {' and '.join(study.ENGINES)}, got {' '.join(study.engines(args))}"
-            "; both are compared, and the network lab is needed: see benchmarks/lab.py"
+            "; the comparison needs both, and the network lab: see benchmarks/lab.py"
         )
     found: list[Cell] = []
     for script in (stragglers.SCRIPT, scaling.SCRIPT):
@@ -56,7 +56,7 @@ def cells(args: argparse.Namespace) -> list[Cell]:
 
 
 def row(result: Result) -> dict[str, Any]:
-    """A row of the table."""
+    """Return a row of the table."""
     cell = result.cell
     return {
         "model": cell.workload.name,
@@ -74,7 +74,7 @@ def row(result: Result) -> dict[str, Any]:
 
 
 def missed(results: Sequence[Result]) -> list[str]:
-    """The cells whose prediction is too far off, in words."""
+    """Return a description of each cell whose prediction is too far off."""
     return [
         f"{result.cell.describe()}: predicted {result.error:+.1%} off, expected at most {BAR:.0%}"
         for result in by_error(results)
@@ -83,12 +83,12 @@ def missed(results: Sequence[Result]) -> list[str]:
 
 
 def by_error(results: Sequence[Result]) -> list[Result]:
-    """The worst first."""
+    """Sort the results by their error, largest first."""
     return sorted(results, key=lambda result: -abs(result.error or 0.0))
 
 
 def draw(results: Sequence[Result], path: Path) -> None:
-    """Every cell as a point: measured across, predicted up."""
+    """Plot every cell as a point: measured speedup on the x axis, predicted on the y axis."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 6), layout="constrained")
@@ -104,17 +104,17 @@ def draw(results: Sequence[Result], path: Path) -> None:
     axis.fill_between(ends, low, high, color="grey", alpha=0.2, label=f"within {BAR:.0%}")
     axis.set_xscale("log")
     axis.set_yscale("log")
-    axis.set_xlabel("speed-up over MPI")
-    axis.set_ylabel("speed-up in virtual time")
+    axis.set_xlabel("speedup over MPI")
+    axis.set_ylabel("speedup in the simulation")
     axis.legend(fontsize="small")
     figure.savefig(path, dpi=110)
 
 
 SCRIPT = study.Script(
     NAME,
-    "Throughput predicted in virtual time, and measured.",
+    "Compare simulated with measured throughput.",
     lambda parser: None,
-    "Throughput in virtual time and over MPI in the network lab",
+    "Throughput in the simulation and over MPI in the network lab",
     NOTES,
     cells,
     row,
@@ -125,7 +125,7 @@ SCRIPT = study.Script(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     return study.main(SCRIPT, argv)
 
 

@@ -1,6 +1,6 @@
 """Types for the benchmarks' options: numbers within bounds, and folders.
 
-Each refuses before anything is run, and argparse puts the option's name before what it says.
+They reject invalid values before anything runs; argparse adds the option's name to the message.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def whole(least: int = 1) -> Callable[[str], int]:
-    """An option's type: a whole number of at least ``least``."""
+    """Return an option type: a whole number of at least ``least``."""
 
     def read(text: str) -> int:
         try:
@@ -29,19 +29,19 @@ def whole(least: int = 1) -> Callable[[str], int]:
 
 
 def positive(text: str) -> float:
-    """An option's type: a number above 0."""
+    """Parse an option's value: a number above 0."""
     return _number(text, lambda value: value > 0, "a number above 0")
 
 
 def at_least(least: float) -> Callable[[str], float]:
-    """An option's type: a number of at least ``least``."""
+    """Return an option type: a number of at least ``least``."""
     return lambda text: _number(
         text, lambda value: value >= least, f"a number of at least {least:g}"
     )
 
 
 def share(text: str) -> float:
-    """An option's type: a number from 0 to 1."""
+    """Parse an option's value: a number from 0 to 1."""
     return _number(text, lambda value: 0 <= value <= 1, "a number from 0 to 1")
 
 
@@ -56,13 +56,13 @@ def _number(text: str, fits: Callable[[float], bool], expected: str) -> float:
 
 
 def folder(text: str) -> Path:
-    """An option's type: a folder, or a path at which one can be made."""
+    """Parse an option's value: a folder, or a path at which one can be created."""
     path = Path(text)
     for place in (path, *path.parents):
         if place.exists():
             if not place.is_dir():
                 raise argparse.ArgumentTypeError(
-                    f"expected a folder, or a place for one, got {text!r}, and {str(place)!r} is "
+                    f"expected a folder or a path for one, got {text!r}, and {str(place)!r} is "
                     "a file; give another"
                 )
             break
@@ -70,7 +70,7 @@ def folder(text: str) -> Path:
 
 
 def data_file(text: str) -> Path:
-    """An option's type: a file, or a path at which one can be made."""
+    """Parse an option's value: a file, or a path at which one can be created."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"expected a file, got the folder {text!r}; name a file")

@@ -1,11 +1,11 @@
-"""Where a worker's training time goes: computing, or waiting for others and for messages.
+"""Divide a worker's training time into computing and waiting for other workers and messages.
 
     python -m benchmarks.breakdown --save
     python -m benchmarks.breakdown --quick
 
-Virtual time, with the networks, step times and links of the ALADDIN study's cluster, of which each
-of four hosts has a share of the workers. The study names "more than 60 %" of the training time as
-communication, which is why it lets workers never wait.
+Simulations with the networks, step times and links of the ALADDIN study's cluster of four hosts.
+The study states that "more than 60 %" of the training time is communication, which is its reason
+for letting workers never wait.
 """
 
 from __future__ import annotations
@@ -31,24 +31,23 @@ from benchmarks.study import HOSTS, RATE_GBIT
 _SYNCHRONOUS = ("bsp", "ar-sgd", "sgp", "osgp", "local-sgd")
 ALGORITHMS = (*_SYNCHRONOUS, "asp", "ssp", "easgd", "ad-psgd", "gosgd", "aladdin", "aladdin-ahead")
 OVERLAPPING = ("bsp", "ar-sgd", "asp", "ssp", "aladdin")
-"""Send gradients while backward still runs, unless told not to."""
+"""Whether gradients are sent during backward."""
 WORKERS = (2, 4, 8, 16, 24)
 ITERATIONS = 40
 PUBLISHED = 0.6
-"""Share of the training time that is communication, "more than" which the slides name."""
+"""Share of the training time that is communication; the slides say "more than" this."""
 
-TITLE = "Where the training time of a worker goes"
+TITLE = "Computing and waiting in a worker's training time"
 NOTES = f"""\
-Waiting, in % of the training time until all samples are drawn, the mean over the workers: for
-messages, and for other workers where they are late; the rest is computing. At the end: with
-`--no-wait-free`, messages of gradients start when backward is over. {ITERATIONS} steps in virtual
-time, {HOSTS} hosts with links of 10 Gbit/s (fewer workers: a host each) and servers on all of them;
-step times vary by 1.3 %."""
+Waiting for messages and for slower workers, in % of the training time until all samples have been
+granted, as the mean over the workers; the rest is computing. At the end: with `--no-wait-free`,
+gradients are sent after backward. {ITERATIONS} simulated steps, {HOSTS} hosts with links of 10
+Gbit/s (fewer workers: a host each) and servers on all of them; step times vary by 1.3 %."""
 QUICK = {"algorithms": ["ar-sgd", "aladdin"], "workers": [2, 4], "workload": ["resnet50"]}
 
 
 def cell(workload: str, algorithm: str, workers: int, extra: tuple[str, ...] = ()) -> Cell:
-    """One run; each host has a server, if the algorithm has any."""
+    """Simulate one run; each host has a server, if the algorithm has any."""
     hosts = min(HOSTS, workers)
     servers = hosts if find_algorithm(algorithm).has_servers else 0
     return Cell(
@@ -57,13 +56,13 @@ def cell(workload: str, algorithm: str, workers: int, extra: tuple[str, ...] = (
 
 
 def waiting(chosen: Cell) -> float:
-    """The share of the training time, from 0 to 1, that workers do not compute in."""
+    """Return the share of the training time, from 0 to 1, in which workers do not compute."""
     with VirtualEngine() as engine:
         return float(engine.run(chosen)["wait until all are drawn"])
 
 
 def row(workload: str, algorithm: str, counts: Sequence[int]) -> dict[str, Any]:
-    """A line of the table."""
+    """Return a row of the table."""
     waits: dict[str, float | None] = {
         f"{count} workers": 100 * waiting(cell(workload, algorithm, count)) for count in counts
     }
@@ -76,7 +75,7 @@ def row(workload: str, algorithm: str, counts: Sequence[int]) -> dict[str, Any]:
 
 
 def draw(rows: Sequence[Mapping[str, Any]], counts: Sequence[int], path: Path) -> None:
-    """A bar for each algorithm and number of workers: waiting, above it computing."""
+    """Plot a bar for each algorithm and number of workers: waiting, and computing above it."""
     from matplotlib.figure import Figure
 
     models = list(dict.fromkeys(row["model"] for row in rows))
@@ -96,13 +95,13 @@ def draw(rows: Sequence[Mapping[str, Any]], counts: Sequence[int], path: Path) -
         axis.set_xticks(range(len(mine)), [row["algorithm"] for row in mine])
         axis.set_ylim(0, 100)
         axis.set_ylabel("waiting, % of the time")
-        axis.set_title(f"{model}; pale: gradients are sent when backward is over", fontsize=10)
+        axis.set_title(f"{model}; pale: gradients are sent after backward", fontsize=10)
         axis.legend(fontsize=7, ncols=len(counts))
     figure.savefig(path, dpi=110, metadata={"Software": ""})
 
 
 def missed(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Asymmetric workers that wait, in words."""
+    """Return a description of each case in which asymmetric workers wait."""
     return [
         f"{row['model']}: a worker of {row['algorithm']} waits {wait:.1f} % of the time ({name}), "
         "expected at most 1"
@@ -114,7 +113,7 @@ def missed(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns its exit status."""
+    """Run the benchmark and return its exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     args = quick.parse(_parser(), argv, QUICK)
     for name in args.algorithms:
@@ -138,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = harness.make_parser("breakdown", (__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--algorithms", nargs="+", default=list(ALGORITHMS), metavar="NAME", help="which")
-    add("--workers", type=whole(2), nargs="+", default=list(WORKERS), help="how many, several")
+    add("--workers", type=whole(2), nargs="+", default=list(WORKERS), help="numbers of workers")
     names = list(WORKLOADS)
     add("--workload", nargs="+", choices=names, default=names, help="networks")
     return parser

@@ -1,4 +1,4 @@
-"""How busy the machine's cores are while something runs: on Linux, from /proc/stat."""
+"""Measure how busy the machine's cores are while something runs (Linux, from /proc/stat)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from types import TracebackType
 
 _STAT = Path("/proc/stat")
 TOGETHER = 10
-"""Seconds over which stolen time is taken together."""
+"""Seconds over which stolen time is averaged."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class BusyCores:
-    """A context manager; at its end `cores` are those in use, by whatever ran, of the machine.
+    """Context manager that measures the machine's cores in use, by any process, as `cores`.
 
-    It is the median over the seconds of the block, so that a start that loads much, and an end
-    at which little happens, do not count. `stolen` is the largest share of all cores that the
-    host of a virtual machine kept from it over ten seconds. None where it cannot be found out.
+    The value is the median over the seconds of the block, so that start and end do not count.
+    `stolen` is the largest share of all cores that a virtual machine's host withheld over ten
+    seconds. Both are None if they cannot be measured.
     """
 
     def __init__(self) -> None:
@@ -59,13 +59,13 @@ class BusyCores:
 
 
 def _most(samples: list[float], together: int) -> float:
-    """The largest mean of so many samples in a row, or of all if there are fewer."""
+    """Return the largest mean of that many consecutive samples, or of all if there are fewer."""
     whole = range(max(1, len(samples) - together + 1))
     return max(mean(samples[start : start + together]) for start in whole)
 
 
 def _seconds() -> tuple[float, float]:
-    """CPU seconds of all cores so far: in programs, the kernel and for the network; and stolen."""
+    """Return CPU seconds of all cores so far: programs, kernel and network; and stolen."""
     words = _STAT.read_text(encoding="ascii").split("\n", 1)[0].split()
     user, nice, system, _idle, _iowait, irq, softirq, stolen = map(int, words[1:9])
     return (user + nice + system + irq + softirq) / _TICKS, stolen / _TICKS

@@ -1,10 +1,10 @@
-"""What virtual time has to know of the network lab: rate and latency of single messages.
+"""Measure the network lab for simulations: rate and latency of single messages.
 
     python -m benchmarks.calibration --save
 
-Needs the lab, and root. Two ranks send each other messages, on two hosts and on one; then eight
-ranks on four hosts send to each other all at once: many flows share links, as in training. The
-figures to give `aladdin_mpi.simulate` stand below the table.
+Requires the lab and root. Two ranks send each other messages, on two hosts and on one. Then eight
+ranks on four hosts all send to each other at the same time, so that many flows share links, as in
+training. The notes below the table list the values to pass to `aladdin_mpi.simulate`.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from benchmarks.machine import machine
 
 PATHS = {"between hosts": (0, 1), "inside a host": (0, 0)}
 SIZES = (8, 32_000, 1_000_000, 4_000_000)
-"""Bytes: a header, a short message that is sent at once, and two that are announced first."""
+"""Message sizes in bytes: a header, a short message sent at once, and two announced first."""
 CROWD = "all hosts at once"
 CROWD_RANKS = (0, 0, 1, 1, 2, 2, 3, 3)
-"""The host of each rank that sends to those of all others."""
+"""The host of each rank that sends to the ranks of all other hosts."""
 CROWD_SIZES = SIZES[-2:]
 LIMIT = 300.0
 
 NOTES = """\
-One: half the time of a message and its answer, on an idle network. Each: of messages that are
-sent at once and follow each other. Both ranks wait with the transport's short sleeps, as in
-training. All hosts at once: eight ranks on four hosts, a message from every rank to each of the
-other hosts' ranks; the rate is that of a host's link out, while as much comes in. Rate: that of
-the largest messages in a row; latency: what one of 1 MB, which is announced first as most in
-training are, takes alone beyond its bytes at that rate; overhead: the same of each of many in a
-row. Below zero: the shaped link lets the first bytes of a message through faster than its rate,
-which hides them."""
+One: half the round trip of a message on an idle network. Each: time per message if many follow each
+other. Both ranks wait with the transport's short sleeps, as in training. All hosts at once: eight
+ranks on four hosts, a message from every rank to each of the other hosts' ranks; the rate is that
+of a host's link out, while the same amount comes in. Rate: of the largest messages in a row.
+Latency: the time of a single message of 1 MB, which is announced first as most are in training,
+beyond its bytes at that rate. Overhead: the same for each of many in a row. Negative values: the
+shaped link passes the first bytes of a message faster than its rate, which hides latency and
+overhead."""
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each path and size."""
+    """Return a row for each path and size."""
     sizes = [str(nbytes) for nbytes in SIZES]
     program = ["-m", "benchmarks.programs.messages", "--bytes", *sizes]
     program += ["--repeats", str(args.repeats)]
@@ -61,7 +61,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def measure_crowd(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each of the larger sizes: every host's link is full in both directions."""
+    """Return a row for each of the larger sizes, with every host's link saturated both ways."""
     sizes = [str(nbytes) for nbytes in CROWD_SIZES]
     program = ["-m", "benchmarks.programs.messages", "--bytes", *sizes, "--all-at-once"]
     program += ["--count", "4", "--repeats", str(args.repeats)]
@@ -82,7 +82,7 @@ def measure_crowd(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def constants(table: Sequence[Mapping[str, Any]], path: str) -> dict[str, float]:
-    """Gbit/s and microseconds of one path."""
+    """Return the Gbit/s and microseconds of one path."""
     rows = {row["bytes"]: row for row in table if row["path"] == path}
     rate = float(rows[SIZES[-1]]["each, Gbit/s"])
     middle, wire = rows[SIZES[-2]], 8e-6 * SIZES[-2] / rate
@@ -94,11 +94,20 @@ def constants(table: Sequence[Mapping[str, Any]], path: str) -> dict[str, float]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = harness.make_parser("calibration", "Rate and latency of messages in the network lab.")
-    parser.add_argument("--rate", type=positive, default=1.0, help="each host's link, in Gbit/s")
-    parser.add_argument("--repeats", type=whole(), default=9, help="of which medians are taken")
+    parser = harness.make_parser(
+        "calibration", "Measure rate and latency of messages in the network lab."
+    )
+    parser.add_argument(
+        "--rate", type=positive, default=1.0, help="rate of each host's link in Gbit/s"
+    )
+    parser.add_argument(
+        "--repeats",
+        type=whole(),
+        default=9,
+        help="number of measurements of which the median is taken",
+    )
     args = parser.parse_args(argv)
     facts = machine()
     table = measure(args)

@@ -1,4 +1,4 @@
-"""Cells that have been run over MPI, kept as they end: a long pass can be stopped at any time."""
+"""A store of finished MPI runs, so that a long benchmark can be stopped at any time."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ FILE = "cells.jsonl"
 
 
 class CellStore:
-    """Lines of JSON in a folder, one for every run that has ended; the last of a cell counts.
+    """Lines of JSON in a folder, one for each finished run; the last line of a cell counts.
 
     Args:
-        folder: holds the file; None: nothing is kept.
+        folder: the folder of the file; None: nothing is kept.
 
     Raises:
-        UserError: a line cannot be read, other than a last one that was cut off.
+        UserError: a line cannot be read, except a last one that was cut off.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -40,15 +40,15 @@ class CellStore:
             except (ValueError, KeyError, TypeError) as error:
                 raise UserError(
                     f"{path}, line {number}: expected a finished cell as JSON, got {line[:60]!r}; "
-                    "remove the line, and the cell is run again"
+                    "remove the line to run the cell again"
                 ) from error
 
     def get(self, cell: Cell) -> dict[str, Any] | None:
-        """The entry of a cell: ``figures``, and of the run ``date`` and ``commit``; or None."""
+        """Return a cell's entry with ``figures``, ``date`` and ``commit`` of the run, or None."""
         return self._lines.get(cell.key)
 
     def put(self, cell: Cell, figures: Mapping[str, Any], commit: object) -> None:
-        """Keep the figures of a run that has just ended, of the program at ``commit``."""
+        """Store the figures of a finished run of the program at ``commit``."""
         date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
         entry = {"cell": cell.key, "figures": dict(figures), "date": date, "commit": commit}
         self._lines[cell.key] = entry

@@ -1,12 +1,12 @@
-"""A cell: one training run with timed computing, described so that either engine can run it.
+"""A cell: one training run with timed computing, described for either engine.
 
-A cell is a row of a table: a network of a given size, an algorithm, how much slower one worker
-is, workers, servers and hosts. `benchmarks/engines.py` runs it over MPI in the network lab or in
-virtual time, with the same options and the same row of figures in the end.
+A cell is a row of a table: a network of a given size, an algorithm, the slowdown of one worker,
+workers, servers and hosts. `benchmarks/engines.py` runs it over MPI in the network lab or in a
+simulation, with the same options and the same row of figures.
 
 The networks and their times are those of the ALADDIN study (Ko et al., CIKM 2021, section 5.1) at
-one tenth: parameters and links are a tenth as large, so that communication is to computing as the
-whole model over 10 Gbit/s is.
+one tenth: parameters and links are a tenth as large, so the ratio of communication to computing is
+that of the whole model over 10 Gbit/s.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from benchmarks.spread import spread
 
 BATCH = 1
 SETTLED = 0.4
-"""Share of a run's samples after which it is taken to be settled, at the earliest.
+"""Share of a run's samples after which the rate counts as settled, at the earliest.
 
-Before that workers may still be drawing batches further ahead, as their links fill up: counted
-with it, eight workers were 3 % faster than eight times one."""
+Before that, workers may still be requesting more batches ahead while their links fill up. Including
+that phase, eight workers were 3 % faster than eight times one."""
 TICKETS_AHEAD = 2
-"""Steps that a slow worker may have before it when the samples are used up."""
+"""Steps that a slow worker may still have to do when the samples are used up."""
 BOUNDED = {"ssp": 3}
-"""Steps that workers may be ahead of the slowest, where the algorithm has such a bound."""
+"""Steps that workers may be ahead of the slowest, if the algorithm has such a bound."""
 
 
 @dataclass(frozen=True)
@@ -55,24 +55,24 @@ WORKLOADS = {
         Workload("vgg16", "VGG-16", 55.2, 0.849),
     )
 }
-"""Times of a step: from the hours that the study's table 2 states for training alone."""
+"""Step times, from the hours in the study's table 2 for training with one worker."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run. Worker 0 is slower than the others, by ``slowdown``.
+    """One run, in which worker 0 is slower than the others by the factor ``slowdown``.
 
     Args:
         workload: the network.
         algorithm: of aladdin_mpi.train.
-        slowdown: a factor of 1 or more, by which worker 0's computing takes longer.
-        workers: as many on each host; see `placement`.
-        servers: ranks before the workers; 0 where the algorithm has none.
-        hosts: of the cluster.
-        rate_gbit: of each host's link, in Gbit/s, each way.
+        slowdown: slowdown factor of worker 0's computing, at least 1.
+        workers: number of workers, the same on each host; see `placement`.
+        servers: number of servers, the first ranks; 0 if the algorithm has none.
+        hosts: number of hosts.
+        rate_gbit: rate of each host's link in Gbit/s, in each direction.
         iterations: steps of a worker that is not slowed down; in lockstep, of every worker.
-        extra: further options of aladdin_mpi.train and aladdin_mpi.simulate alike.
-        mpi_extra: options for MPI alone, such as the library that sums gradients.
+        extra: further options of both aladdin_mpi.train and aladdin_mpi.simulate.
+        mpi_extra: options for MPI only, such as the library that sums gradients.
     """
 
     workload: Workload
@@ -88,33 +88,33 @@ class Cell:
 
     @property
     def ranks(self) -> int:
-        """Servers and workers."""
+        """Return the number of servers and workers."""
         return self.servers + self.workers
 
     @property
     def placement(self) -> list[int]:
-        """The host of each rank, servers first, as in virtual time; see `spread`."""
+        """Return the host of each rank, servers first, as in the simulation; see `spread`."""
         cluster = Cluster(hosts=self.hosts, placement=spread(self.servers))
         return [cluster.host_of(rank, self.ranks) for rank in range(self.ranks)]
 
     @property
     def lockstep(self) -> bool:
-        """Whether all workers take the same number of steps."""
+        """Return whether all workers take the same number of steps."""
         return find_algorithm(self.algorithm).lockstep
 
     @property
     def keeps_pace(self) -> bool:
-        """Whether in the long run the slowest worker sets the speed of all."""
+        """Return whether the slowest worker limits the speed of all in the long run."""
         return self.lockstep or self.algorithm in BOUNDED
 
     @property
     def ideal(self) -> float:
-        """The sum over the workers of 1 / slow-down: no cost of communication, nobody waits."""
+        """Return the sum of 1 / slowdown over the workers: no communication cost, no waiting."""
         return self.workers - 1 + 1 / self.slowdown
 
     @property
     def samples(self) -> int:
-        """A multiple of those between two lines of metrics, so that one is written at the end."""
+        """The run's samples: a multiple of the metrics interval, so that a line marks the end."""
         if self.keeps_pace:
             return BATCH * self.workers * self.iterations
         rounds = max(1, round(self.iterations * self.ideal / self.workers))
@@ -122,9 +122,9 @@ class Cell:
 
     @property
     def settled_from(self) -> int:
-        """Samples that are drawn before the run is taken to be settled.
+        """Return the samples that are granted before the rate counts as settled.
 
-        Where workers may run ahead they do so at once, and only then at the pace of the slowest.
+        Workers that may run ahead do so at once, and then proceed at the pace of the slowest.
         """
         ahead = BOUNDED.get(self.algorithm, 0)
         at_once = BATCH * self.workers * (ahead + TICKETS_AHEAD) if ahead else 0
@@ -132,7 +132,7 @@ class Cell:
 
     @property
     def seconds(self) -> float:
-        """How long the run takes at least, by its computing alone."""
+        """Return the run's minimum duration, by its computing alone."""
         if self.keeps_pace:
             return self.workload.seconds * self.iterations * self.slowdown
         tail = TICKETS_AHEAD * self.slowdown
@@ -140,19 +140,19 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """What tells this cell from every other, as text."""
+        """Return a text that identifies this cell."""
         return json.dumps(asdict(self), sort_keys=True)
 
     def describe(self) -> str:
-        """A few words for a line of progress."""
+        """Return a short description for progress messages."""
         extra = f", {' '.join(self.extra)}" if self.extra else ""
         return (
-            f"{self.workload.name}, {self.algorithm}, {self.workers} workers, slow-down "
+            f"{self.workload.name}, {self.algorithm}, {self.workers} workers, slowdown "
             f"{self.slowdown:g}{extra}"
         )
 
     def options(self, run_dir: Path) -> list[str]:
-        """The arguments that aladdin_mpi.train and aladdin_mpi.simulate have in common."""
+        """Return the arguments shared by aladdin_mpi.train and aladdin_mpi.simulate."""
         values: dict[str, object] = {
             "--algorithm": self.algorithm,
             "--model": f"size:{self.workload.megabytes:g}",
@@ -175,22 +175,23 @@ class Cell:
 
 
 ROW_NOTES = f"""\
-Speed-up: samples per second times the time of a step over its batch, so that one worker alone has
-1. It is counted while all workers are at it: where they take their steps in rounds, over the whole
-run, first step to last gradient applied; elsewhere as the slope of the lines of metrics.jsonl from
-two fifths of the samples on (with `ssp` also not before everybody has run ahead as far as allowed)
-up to the line at which all samples have been drawn, since behind it a slow worker computes alone.
-Both engines are read the same way. It may be above the ideal by as much as the lines fall within
-the steps, 1 % in runs of a hundred steps. Whole run: the same over all of the run, `samples` and
-`seconds` of summary.json. Ideal: the sum over the workers of 1 / slow-down; the slow worker's
-computing is stretched by that factor, as in the study. The time of a step varies by {JITTER:.1%}
-(log-normal; IPDPS 2021, section VI.C), each step's in the same way with both engines."""
+Speed-up: samples per second times the time of a step divided by its batch, so that a single worker
+has 1. It is measured while all workers are training. If they step in rounds, that is the whole run,
+from the first step to the last applied gradient. Otherwise it is the slope of the lines in
+metrics.jsonl from two fifths of the samples on (with `ssp` also not before all workers have run
+ahead as far as allowed) up to the line at which all samples have been granted; after it a slow
+worker computes alone. Both engines are evaluated in the same way. The speedup may exceed the ideal
+by the position of the lines within the steps, 1 % in runs of a hundred steps. Whole run: the same
+over all of the run, `samples` and `seconds` of summary.json. Ideal: the sum of 1 / slowdown over
+the workers; the slow worker's computing is stretched by that factor, as in the study. The time of a
+step varies by {JITTER:.1%} (log-normal; IPDPS 2021, section VI.C), in the same way with both
+engines."""
 
 
 def row(
     cell: Cell, summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """What the two files of a run say of it; times are seconds of the engine that ran it."""
+    """Return the figures from a run's two files; times are in seconds of its engine's clock."""
     step = cell.workload.seconds / BATCH
     whole = summary["samples_per_second"]
     settled = whole if cell.lockstep else settled_rate(metrics, summary["samples"], cell)
@@ -207,14 +208,14 @@ def row(
 
 
 def _wait_until_drawn(metrics: Sequence[Mapping[str, Any]], samples: int) -> float | None:
-    """The share of waiting up to the last draw: behind it the run only comes to its end."""
+    """Return the share of time spent waiting until the last lease; then the run only winds down."""
     lines = (line for line in metrics if line["kind"] == "train" and line["samples"] == samples)
     first = next(lines, None)
     return None if first is None else first.get("wait_fraction")
 
 
 def settled_rate(metrics: Sequence[Mapping[str, Any]], samples: int, cell: Cell) -> float:
-    """Samples per second while all workers were at it, by the lines of metrics; 0: too few."""
+    """Return samples per second while all workers train, from metrics lines; 0: too few lines."""
     lines = [line for line in metrics if line["kind"] == "train"]
     # The end of the run writes another line with the same number of samples.
     whole = next((place for place, line in enumerate(lines) if line["samples"] == samples), -1)
@@ -222,5 +223,5 @@ def settled_rate(metrics: Sequence[Mapping[str, Any]], samples: int, cell: Cell)
     seconds = [float(line["seconds"]) for line in shown]
     if len(shown) < 2 or seconds[0] == seconds[-1]:
         return 0.0
-    # By all lines and not by two: workers draw in bunches, and a line may fall anywhere in one.
+    # A fit to all lines: workers request in bunches, and a line may fall anywhere in one.
     return linear_regression(seconds, [float(line["samples"]) for line in shown]).slope

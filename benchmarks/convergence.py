@@ -1,12 +1,12 @@
-"""How well and how fast the algorithms learn, with the timing of the ALADDIN paper's cluster.
+"""Compare the algorithms' accuracy over time with the timing of the ALADDIN paper's cluster.
 
     python -m benchmarks.convergence --data-dir cifar10 --out convergence --save
     python -m benchmarks.convergence --quick
 
-Real gradients in virtual time: a step takes as long as on the paper's cluster (8 workers on 4
-hosts, CIKM 2021, section 5.1), and the links are narrower by as much as the models are smaller,
-so that a gradient is as long on its way as there. A stopped benchmark goes on with the same
-command: finished runs are kept in the folder `--out`.
+Simulations with real gradients: a step takes as long as on the paper's cluster (8 workers on 4
+hosts, CIKM 2021, section 5.1). The links are slower by the factor by which the models are smaller,
+so that a gradient is in flight as long as there. Rerun the same command to resume: finished runs
+are kept in the folder `--out`.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from benchmarks.machine import machine
 
 LIMIT = 24 * 3600.0
 
-TITLE = "Learning with the timing of the ALADDIN paper's cluster"
+TITLE = "Accuracy with the timing of the ALADDIN paper's cluster"
 NOTES = """\
-Published: table 2 of the paper, of 250 epochs on CIFAR-10 with ResNet-50 and VGG-16, and in the
-parts ipdps tables II to IV of Ko et al. (IPDPS 2021), of 90 epochs on ImageNet with ResNet-50; here
-it is so many epochs with smaller networks and so many seeds, and the time is that of the modelled
-cluster. In the parts slow and race worker 0 is so many times slower; in part ashl workers 1, 2 and
-3 are 2, 3 and 4 times slower. Accuracies in %; after a plus-minus sign half the distance of the
-lowest and the highest seed. Accuracy in time: of the last evaluation before the moment at which
-ALADDIN has used half of its samples. To target: seconds until the accuracy is that of the column
-before, on a straight line between the first evaluation at or above it and the one before; between:
-the seconds of these two. Faster: the time to the target of ar-sgd (with Nesterov's momentum, where
-that is there) over this one's. Samples to loss: those that it takes to the training loss that the
-same ar-sgd has after 50 and 70 % of its samples, over those of ar-sgd; means over the seeds. Step
-times vary by {jitter:.0%} (log-normal). Servers and workers are dealt to the hosts in turn; without
+Published: table 2 of the paper (250 epochs on CIFAR-10 with ResNet-50 and VGG-16), and in the parts
+ipdps tables II to IV of Ko et al. (IPDPS 2021; 90 epochs on ImageNet with ResNet-50). Here the
+networks are smaller, epochs and seeds are those in the table, and times are those of the modelled
+cluster. In the parts slow and race worker 0 is slower by the given factor; in part ashl workers 1,
+2 and 3 are 2, 3 and 4 times slower. Accuracies in %; after a plus-minus sign half the distance
+between the lowest and the highest seed. Accuracy in time: of the last evaluation before the time at
+which ALADDIN has used half of its samples. To target: seconds until the accuracy in the column
+before, interpolated linearly between the first evaluation at or above it and the one before;
+between: the seconds of these two. Faster: the time to target of ar-sgd (with Nesterov's momentum,
+if it was run) divided by this one's. Samples to loss: samples until the training loss that the same
+ar-sgd has after 50 and 70 % of its samples, relative to ar-sgd; means over the seeds. Step times
+vary by {jitter:.0%} (log-normal). Servers and workers are assigned to the hosts in turn; without
 servers neighbours share a host. The study's SGP overlaps its messages with a step, which is `osgp`
 here."""
 
@@ -57,7 +57,7 @@ QUICK = {"epochs": 2.0, "workers": 4, "more_workers": [], "target": 0.5, "parts"
 
 
 def run(part: Part, args: argparse.Namespace, out: Path) -> dict[str, Any]:
-    """Make the comparison, or go on with it; returns its `comparison.json`."""
+    """Start or resume the comparison; return its `comparison.json`."""
     folder = out / slug(part.name)
     done = subprocess.run(part.command(args, folder), timeout=LIMIT, stdout=sys.stderr)
     if done.returncode:
@@ -67,7 +67,7 @@ def run(part: Part, args: argparse.Namespace, out: Path) -> dict[str, Any]:
 
 
 def _kept(parts: Sequence[Part], out: Path) -> list[Part]:
-    """The parts of which runs are finished, with these alone, and as many seeds as there are."""
+    """Return the parts with finished runs, reduced to these runs and their seeds."""
     found = []
     for part in parts:
         for seeds in range(part.seeds, 0, -1):
@@ -86,54 +86,58 @@ def _done(part: Part, label: str, seeds: int, out: Path) -> bool:
 
 
 def title(part: Part, epochs: float) -> str:
-    """What a part's panel is headed by."""
+    """Return the heading of a part's panel."""
     return (
         f"{part.name}: {part.stand.model}, {part.workers} workers, {epochs * part.share:g} epochs"
     )
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = harness.make_parser("convergence", "How well and how fast the algorithms learn.")
+    parser = harness.make_parser("convergence", "Compare the algorithms' accuracy over time.")
     add = parser.add_argument
     add("--data-dir", type=Path, help="CIFAR-10 as folders of images: train/CLASS and test/CLASS")
-    add("--out", type=folder, help="folder for the runs; the same command goes on there")
+    add("--out", type=folder, help="folder for the runs; rerun the same command to resume")
     add(
         "--parts",
         nargs="+",
         choices=NAMES,
         default=list(NAMES),
-        help="what to run",
+        help="parts to run",
     )
     add(
         "--epochs",
         type=positive,
         default=8.0,
-        help="of part resnet; longer has three times as many, the others half of them",
+        help="epochs of part resnet; longer has three times as many, the others half",
     )
     add(
         "--seeds",
         type=whole(),
         default=1,
-        help="runs of each algorithm, at least",
+        help="smallest number of runs of each algorithm",
     )
-    add("--workers", type=whole(2), default=8, help="of each run")
+    add("--workers", type=whole(2), default=8, help="workers of each run")
     add(
         "--more-workers",
         type=whole(2),
         nargs="*",
         default=[16, 24],
-        help="of the part 'workers'; the first of them also of 'longer'",
+        help="numbers of workers of the part 'workers'; the first is also used in 'longer'",
     )
-    add("--lr", type=positive, default=0.0125, help="for the batch of one worker")
-    add("--target", type=share, default=0.7, help="the accuracy, from 0 to 1, that is waited for")
+    add("--lr", type=positive, default=0.0125, help="learning rate for one worker's batch")
+    add("--target", type=share, default=0.7, help="target accuracy, from 0 to 1")
     add("--eval-every", type=positive, default=0.5, help="epochs between evaluations")
-    add("--jobs", type=whole(), default=2, help="runs side by side")
-    add("--kept-only", action="store_true", help="show the finished runs in --out, and run nothing")
+    add("--jobs", type=whole(), default=2, help="number of runs at the same time")
+    add(
+        "--kept-only",
+        action="store_true",
+        help="show the finished runs in --out without running anything",
+    )
     return parser
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line's, and what the runs learn from."""
+    """Return the command line's arguments, completed by the data set of the runs."""
     args = quick.parse(_parser(), argv, QUICK)
     args.stands = STANDS
     if args.quick:
@@ -158,7 +162,7 @@ def _quick(stand: Stand) -> Stand:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     args = _arguments(argv)
     facts = machine()

@@ -1,7 +1,7 @@
-"""The two engines that run a cell: MPI in the network lab, and virtual time.
+"""The two engines that run a cell: MPI in the network lab, and the simulator.
 
-What the virtual network is told of the lab's is the same for every cell (`LINKS`), but for the
-rate. Nothing of it is fitted to a run of training.
+The simulated network's parameters are the same for every cell (`LINKS`), except for the rate. None
+of them is fitted to a training run.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from benchmarks.resting import resting
 from benchmarks.spread import spread
 
 GOODPUT = 1448 / 1514
-"""Of a lab's link, which counts Ethernet frames of 1514 bytes with 1448 of a message in each;
-`benchmarks.progress` measures 0.958 with messages of 50 MB."""
+"""Payload share of a lab link's rate, which counts Ethernet frames of 1514 bytes with 1448 bytes of
+a message; `benchmarks.progress` measures 0.958 with messages of 50 MB."""
 LINKS = {
     "--latency-us": 600.0,
     "--message-overhead-us": 20.0,
@@ -33,39 +33,39 @@ LINKS = {
     "--local-bandwidth-gbit": 20.0,
     "--sharing": "tcp",
 }
-"""The rest of the lab's network, set before the first cell was run, and not fitted since, but for
-how messages share links, which was set later by traces of messages alone (`benchmarks.sharing`). A
-latency is that of a message that is announced first: three trips with a rank that polls at each
-end. `benchmarks.calibration` measures half of it inside a host and more Gbit/s there, and between
-hosts cannot see it behind the shaped link's burst; when links were shared evenly, 77 of the 88
-cells that `benchmarks.agreement` had without `osgp` were within 5 % with its values, and 81 with
-these."""
+"""Other parameters of the lab's network. They were set before the first cell was run and have not
+been fitted since, except for how messages share links, which was set later from traces of messages
+alone (`benchmarks.sharing`). The latency is that of a message that is announced first: three trips
+with a polling rank at each end. `benchmarks.calibration` measures half of it and more Gbit/s inside
+a host; between hosts the shaped link's burst hides it. With evenly shared links, 77 of the 88 cells
+that `benchmarks.agreement` had without `osgp` were within 5 % with its values, and 81 with these.
+"""
 HOROVOD_ENVIRONMENT = {
     "OMPI_MCA_coll": "^han",
     "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
     "OMPI_MCA_coll_tuned_allreduce_algorithm": "4",
 }
-"""The baseline gets what is fastest in the lab: Open MPI's sums around a ring. Those by hosts first
-(han) go in pieces of 64 KiB and took five times as long, Open MPI's own choice 1.2 times."""
+"""Settings of the baseline: the fastest all-reduce in the lab, Open MPI's ring. The hierarchical
+one (han) sends pieces of 64 KiB and took five times as long, Open MPI's default 1.2 times."""
 START_SECONDS = 15.0
-"""What a run over MPI takes before its first step and behind its last, on two cores."""
+"""Seconds of an MPI run before its first and after its last step, on two cores."""
 _LIMIT = 300.0
 STOLEN = 0.05
-"""Share of its cores that the machine may miss, over any ten seconds of a run over MPI: a virtual
-machine has to share them with others of its host, which took up to half of them for minutes."""
+"""Largest share of its cores that the machine may lose over any ten seconds of an MPI run: other
+virtual machines of the same host took up to half of them for minutes."""
 TRIES = 3
 
 
 class Engine(ExitStack, ABC):
-    """Something that runs cells; a context manager, which closes what it has entered."""
+    """Runs cells; a context manager that closes what it has opened."""
 
     name: str
 
     def run(self, cell: Cell) -> dict[str, Any]:
-        """Train once; returns the figures of :func:`benchmarks.cells.row`.
+        """Train once and return the figures of :func:`benchmarks.cells.row`.
 
         Raises:
-            UserError: the run failed; with what it printed.
+            UserError: the run failed; contains its output.
         """
         with tempfile.TemporaryDirectory(prefix="cell-") as folder:
             run_dir = Path(folder) / "run"
@@ -74,7 +74,7 @@ class Engine(ExitStack, ABC):
 
     @abstractmethod
     def _train(self, cell: Cell, run_dir: Path) -> Mapping[str, Any]:
-        """Train into ``run_dir``; returns further figures of the row."""
+        """Train into ``run_dir`` and return further figures of the row."""
 
 
 class VirtualEngine(Engine):
@@ -91,7 +91,7 @@ class VirtualEngine(Engine):
 
 
 def cluster_options(cell: Cell) -> list[str]:
-    """The options of `aladdin_mpi.simulate` that model the lab."""
+    """Return the options of `aladdin_mpi.simulate` that model the lab."""
     values: dict[str, object] = {
         "--workers": cell.workers,
         "--hosts": cell.hosts,
@@ -103,7 +103,7 @@ def cluster_options(cell: Cell) -> list[str]:
 
 
 class LabEngine(Engine):
-    """`aladdin_mpi.train` over MPI in the network lab, which stands while cells are alike."""
+    """`aladdin_mpi.train` over MPI in the network lab, kept for cells with equal networks."""
 
     name = "real"
 
@@ -113,7 +113,7 @@ class LabEngine(Engine):
         self._resting: dict[str, str] | None = None
 
     def run(self, cell: Cell) -> dict[str, Any]:
-        """As :meth:`Engine.run`; where the machine was not all ours, again, up to `TRIES` times."""
+        """As :meth:`Engine.run`; repeat up to `TRIES` times if other machines took cores."""
         found = []
         for _ in range(TRIES):
             found.append(super().run(cell))
@@ -147,7 +147,7 @@ class LabEngine(Engine):
         lab = self._lab
         if lab is None or (lab.hosts, lab.rate_gbit) != (cell.hosts, cell.rate_gbit):
             self.close()
-            self._lab = self._resting = None  # where the next one cannot be built
+            self._lab = self._resting = None  # in case the next one cannot be built
             self._lab = lab = self.enter_context(Lab(cell.hosts, cell.rate_gbit))
         return lab
 

@@ -1,4 +1,4 @@
-"""What a step takes whose batch is loaded beside the one before.
+"""Measure a step whose batch is loaded during the previous step.
 
 python -m benchmarks.feed --save --check
 python -m benchmarks.feed --quick
@@ -18,25 +18,32 @@ from benchmarks.machine import machine
 PROGRAM = "benchmarks.programs.feed"
 PROCESSES = (0, 1)
 BAR = 1.05
-"""Longest step, as a multiple of what it computes."""
+"""Longest step, as a multiple of its computing time."""
 NOTES = """\
-One server and two workers on this machine. A step sleeps, as if a device computed, and loading a
-batch sleeps too. Median over the steps of a run, on the slower worker, and over repeats. Without
-loader processes a thread loads ahead; the first six steps do not count, as the first three batches
-are loaded while the step waits."""
+One server and two workers on this machine. A step sleeps, as if a device computed, and so does
+loading a batch. Median over the steps of a run, on the slower worker, and over repeats. Without
+loader processes a thread loads ahead. The first six steps do not count, because they wait for the
+first three batches."""
 QUICK = {"steps": 3, "repeats": 1, "step": 0.02, "loading": 0.01}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = harness.make_parser("feed", "What a step takes whose batch is loaded beside.")
+    parser = harness.make_parser(
+        "feed", "Measure a step whose batch is loaded during the previous one."
+    )
     add = parser.add_argument
-    add("--step", type=positive, default=0.1, help="that a step computes, in s")
-    add("--loading", type=positive, default=0.06, help="that a batch takes to load, in s")
-    add("--steps", type=whole(), default=24, help="in one measurement")
-    add("--repeats", type=whole(), default=5, help="of which medians are taken")
-    add("--limit", type=positive, default=600.0, help="longest run, in s")
+    add("--step", type=positive, default=0.1, help="computing time of a step in s")
+    add("--loading", type=positive, default=0.06, help="loading time of a batch in s")
+    add("--steps", type=whole(), default=24, help="number of steps in one measurement")
+    add(
+        "--repeats",
+        type=whole(),
+        default=5,
+        help="number of measurements of which the median is taken",
+    )
+    add("--limit", type=positive, default=600.0, help="time limit of a run in s")
     args = quick.parse(parser, argv, QUICK)
     facts = machine()
     names = ("step", "loading", "steps", "repeats")
@@ -46,12 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     records = harness.json_printed(done)
     table = [_row(records, processes, args.step, args.loading) for processes in PROCESSES]
     missed = [
-        f"{row['loader processes']} loader processes: a step takes {row['ratio']:.3f} of what it "
-        f"computes, expected at most {BAR:g}"
+        f"{row['loader processes']} loader processes: a step takes {row['ratio']:.3f} of its "
+        f"computing time, expected at most {BAR:g}"
         for row in table
         if row["ratio"] > BAR
     ]
-    found = harness.Findings("Batches loaded beside the step", table, NOTES, missed)
+    found = harness.Findings("Batches loaded during the step", table, NOTES, missed)
     return harness.publish("feed", argv, args, facts, found)
 
 

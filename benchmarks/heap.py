@@ -1,10 +1,10 @@
-"""What it brings on a CPU to keep freed memory for the next step.
+"""Measure the effect of keeping freed memory for the next step on a CPU.
 
     python -m benchmarks.heap --check --save
     python -m benchmarks.heap --quick
 
-A training loop in plain torch, in one process, with glibc's heap as it is by itself and as
-`aladdin_mpi.process.heap` sets it for every run on a CPU.
+A training loop in plain torch, in one process, with glibc's default heap and with the settings of
+`aladdin_mpi.process.heap`, which every run on a CPU uses.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from benchmarks.machine import machine
 PROGRAM = "benchmarks.programs.heap"
 LIMIT = 600.0
 BAR = 1.0
-"""Longest step with the memory kept, as a multiple of one as it is by itself."""
+"""Longest step with the memory kept, as a multiple of the default."""
 NOTES = """\
-Medians of repeats that take turns, of the median step of each. Page faults: pages of 4 KB that the
-system has zeroed and handed out, in a step."""
+Medians over alternating repeats of the median step of each. Page faults: pages of 4 KB that the
+system zeroes and supplies in a step."""
 QUICK = {"model": ["digits"], "batch": 2, "steps": 3, "repeats": 1}
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All records, one for each process."""
+    """Return all records, one for each process."""
     records = []
     for _, model, keep in itertools.product(range(args.repeats), args.model, (False, True)):
         words = ["--model", model, "--batch", str(args.batch), "--steps", str(args.steps)]
@@ -45,13 +45,15 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         )
         found = harness.json_printed(done)
         if keep and not found["kept"]:
-            raise UserError("the C library: expected glibc, whose heap is measured; got another")
+            raise UserError(
+                "this benchmark measures glibc's heap; this system has another C library"
+            )
         records.append({"model": model, **found})
     return records
 
 
 def rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The table: a row for each model."""
+    """Return the table: a row for each model."""
     table = []
     for model in dict.fromkeys(record["model"] for record in records):
         mine = [record for record in records if record["model"] == model]
@@ -74,9 +76,9 @@ def rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def missed(table: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The rows where it makes a step longer."""
+    """Return a description of each row in which a step takes longer."""
     return [
-        f"{row['model']}: a step takes {row['ratio']:.2f} of one with the heap as it is, expected "
+        f"{row['model']}: a step takes {row['ratio']:.2f} of one with the default heap, expected "
         f"at most {BAR:g}"
         for row in table
         if row["ratio"] > BAR
@@ -84,18 +86,23 @@ def missed(table: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = harness.make_parser("heap", "What it brings to keep freed memory.")
+    parser = harness.make_parser("heap", "Measure the effect of keeping freed memory.")
     add = parser.add_argument
-    add("--model", nargs="+", default=["resnet20", "resnet56", "vgg16_bn_cifar"], help="for images")
-    add("--batch", type=whole(), default=32, help="samples of a step")
-    add("--steps", type=whole(), default=8, help="in one process")
-    add("--repeats", type=whole(), default=5, help="of which medians are taken")
+    add(
+        "--model",
+        nargs="+",
+        default=["resnet20", "resnet56", "vgg16_bn_cifar"],
+        help="image models",
+    )
+    add("--batch", type=whole(), default=32, help="samples per step")
+    add("--steps", type=whole(), default=8, help="number of steps in one process")
+    add("--repeats", type=whole(), default=5, help="number of repeats of which the median is taken")
     args = quick.parse(parser, argv, QUICK)
     facts = machine()
     table = rows(measure(args))
-    found = harness.Findings("Freed memory, kept for the next step", table, NOTES, missed(table))
+    found = harness.Findings("Keeping freed memory for the next step", table, NOTES, missed(table))
     return harness.publish("heap", argv, args, facts, found)
 
 

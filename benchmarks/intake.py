@@ -1,11 +1,11 @@
-"""How fast a parameter server takes in gradients, beside a bare loop of receives.
+"""Compare a parameter server's throughput with a bare loop of receives and with RPC.
 
     python -m benchmarks.intake --save --check
     python -m benchmarks.intake --quick
 
-All ranks are on this machine. The workers send as fast as they can and compute nothing; rank 0
-is ALADDIN's server as in training, a loop of mpi4py that drops the same messages, or a server that
-is called through torch.distributed.rpc and adds up the same buckets.
+All ranks are on this machine. The workers compute nothing and send as fast as they can. Rank 0 is
+ALADDIN's server as in training, an mpi4py loop that discards the same messages, or a server called
+through torch.distributed.rpc that adds up the same buckets.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.machine import machine
 BARE = "bare"
 RPC = "torch rpc"
 PI = {"accumulate": 10**9, "pi 4": 4}
-"""Each kind of ALADDIN server, and for how many gradients it sends a worker a model."""
+"""Each kind of ALADDIN server, and the number of gradients per model sent to a worker."""
 
 BAR = 0.9
 """Smallest ratio to the bare loop, ..."""
@@ -34,17 +34,17 @@ BAR_RPC = 1.0
 
 Record = Mapping[str, Any]
 NOTES = """\
-accumulate: the server adds up what comes; pi 4: it also updates the model and sends it back to a
-worker for every four of its gradients, as in training. Bare: the same messages in the same order,
-with as many receives posted ahead, dropped. RPC: workers call torch's RPC server with the same
-buckets, as many gradients of each under way at once, and it adds them up. The ratios are those of
-the medians."""
+accumulate: the server adds up gradients; pi 4: it also updates the model and sends it to a worker
+for every four of its gradients, as in training. Bare: the same messages in the same order, with the
+same number of receives posted ahead, are discarded. RPC: workers call torch's RPC server with the
+same buckets and the same number of gradients in flight, and it adds them up. The ratios are those
+of the medians."""
 QUICK = {"workers": [2], "megabytes": 8.0, "gradients": 4, "repeats": 2}
 _SLOWEST = 0.05e9  # bytes per second, for the time limits
 
 
 def measure(args: argparse.Namespace, workers: int) -> list[Record]:
-    """All records of `benchmarks.programs.intake` with so many workers."""
+    """Return all records of `benchmarks.programs.intake` with this number of workers."""
     options = {
         "--megabytes": [args.megabytes],
         "--bucket-mb": args.bucket_mb,
@@ -62,7 +62,7 @@ def measure(args: argparse.Namespace, workers: int) -> list[Record]:
 
 
 def rows(records: Sequence[Record], workers: int, gigabytes: float) -> list[dict[str, Any]]:
-    """The table for one number of workers; ``gigabytes`` come in at each measurement."""
+    """Return the table for one number of workers; each measurement receives ``gigabytes``."""
     found = []
     for bucket_mb in dict.fromkeys(record["bucket_mb"] for record in records):
         bare, rpc = (gigabytes / _seconds(records, bucket_mb, each) for each in (BARE, RPC))
@@ -92,7 +92,7 @@ def _seconds(records: Sequence[Record], bucket_mb: float, receiver: str) -> floa
 
 
 def missed(table: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The rows that miss a bar, in words."""
+    """Return a description of each row that misses a bar."""
     found = []
     for row in table:
         case = f"{row['workers']} workers, buckets of {row['bucket, MB']:g} MB"
@@ -106,23 +106,30 @@ def missed(table: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = harness.make_parser("intake", "How fast a parameter server takes in gradients.")
+    parser = harness.make_parser(
+        "intake", "Measure how fast a parameter server receives gradients."
+    )
     add = parser.add_argument
     add("--workers", type=whole(), nargs="+", default=[2, 3], help="numbers of workers")
-    add("--megabytes", type=positive, default=100.0, help="a gradient, in MB")
-    add("--bucket-mb", type=positive, nargs="+", default=[4.0], help="sizes of buckets, in MB")
-    add("--gradients", type=whole(), default=20, help="of each worker in one measurement")
-    add("--ring", type=whole(), default=2, help="gradients of a worker on the wire at once")
-    add("--repeats", type=whole(), default=5, help="of which medians are taken")
+    add("--megabytes", type=positive, default=100.0, help="size of a gradient in MB")
+    add("--bucket-mb", type=positive, nargs="+", default=[4.0], help="sizes of buckets in MB")
+    add("--gradients", type=whole(), default=20, help="gradients of each worker in one measurement")
+    add("--ring", type=whole(), default=2, help="gradients of a worker in flight at the same time")
+    add(
+        "--repeats",
+        type=whole(),
+        default=5,
+        help="number of measurements of which the median is taken",
+    )
     args = quick.parse(parser, argv, QUICK)
     facts = machine()
     table: list[dict[str, Any]] = []
     for workers in args.workers:
         gigabytes = workers * args.gradients * args.megabytes / 1e3
         table += rows(measure(args, workers), workers, gigabytes)
-    title = f"Gradients of {args.megabytes:g} MB taken in by one server"
+    title = f"Gradients of {args.megabytes:g} MB received by one server"
     found = harness.Findings(title, table, NOTES, missed(table))
     return harness.publish("intake", argv, args, facts, found)
 

@@ -1,4 +1,4 @@
-"""The speed-ups of the IPDPS 2021 study in virtual time, beside those that it publishes.
+"""Compare simulated speedups with those published in the IPDPS 2021 study.
 
     python -m benchmarks.ipdps --save
     python -m benchmarks.ipdps --quick
@@ -6,9 +6,9 @@
 24 workers on three machines of two virtual machines each, ResNet-50 and VGG-16 with ImageNet's
 shapes, 10 and 56 Gbit/s: figure 2 (BSP, ASP, SSP, AR-SGD, AD-PSGD at 2 to 24 workers) and
 figure 4 (BSP, ASP, SSP with no optimisation, sharding, wait-free backpropagation, deep gradient
-compression). Each cell is simulated with the links alone, and with assumptions changed one after
-the other, to see which of them makes the difference. What is done is kept in a file; the same
-command goes on where it was stopped.
+compression). Each cell is simulated with the links alone, and with one assumption changed after the
+other, to find those that make the difference. Finished runs are kept in a file; rerun the same
+command to resume.
 """
 
 from __future__ import annotations
@@ -38,17 +38,18 @@ from benchmarks.kept_lines import whole_lines
 from benchmarks.machine import machine
 
 HOSTS = {"memory_gbyte": 10.0, "handling_us": 1000.0, "local_bandwidth_gbit": 17.0}
-"""What processes and machines need for copies: see :data:`benchmarks.ipdps_reasons.NOTES`."""
+"""Costs of copies in processes and machines: see :data:`benchmarks.ipdps_reasons.NOTES`."""
 SELECTION = 0.18
-"""Seconds of a step that deep gradient compression takes in the study, in either network."""
+"""Seconds per step of deep gradient compression in the study, with either network."""
 AVERAGING = {"resnet50": 0.15, "vgg16": 0.55}
-"""Seconds of a step that AD-PSGD's exchange takes with 8 workers at 56 Gbit/s: figure 3."""
+"""Seconds per step of AD-PSGD's exchange with 8 workers at 56 Gbit/s, from figure 3."""
 TAKING = {"memory_gbyte": 7.4}
-"""With 11 gradients taken in for a model sent 7 bytes a byte are moved at 10 GB/s so: 57 / 77."""
+"""Equivalent memory rate of assumption F: 7 bytes moved per byte received, with 11 gradients for
+each model sent, at 10 GB/s: 57 / 77."""
 PUSHING = 0.13
-"""Seconds in which a worker sends ResNet-50's 54 messages, takes 54, and copies what they hold."""
+"""Seconds in which a worker sends and receives ResNet-50's 54 messages, and copies their data."""
 WHOLE_MB = 1000.0
-"""A message for all that a server has: nothing is sent while something else is summed."""
+"""One message per server: nothing is sent while something else is summed."""
 LEAST_ROUNDS = 3
 QUICK = {
     "figure": [2],
@@ -56,15 +57,15 @@ QUICK = {
     "gbit": [10],
     "workers": [24],
     "rounds": LEAST_ROUNDS,
-    "done": None,  # what an older program found does not count
+    "done": None,  # results of an older program do not count
 }
 FACTORS = (0.8, 1.25)
-"""On the time of a step, to see how much depends on it."""
+"""Factors on the time of a step, to measure the sensitivity to it."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A value that the study publishes."""
+    """A value published in the study."""
 
     figure: int
     network: str
@@ -76,7 +77,7 @@ class Cell:
 
 
 def cells() -> list[Cell]:
-    """All of figure 2, then all of figure 4."""
+    """Return all cells of figure 2, then all of figure 4."""
     found = [
         Cell(2, network, gbit, algorithm, workers, "wait-free", value)
         for (network, gbit), curves in FIGURE_2.items()
@@ -93,11 +94,11 @@ def cells() -> list[Cell]:
 
 
 class Book:
-    """Speed-ups of runs, kept in a file as they are found.
+    """Speedups of finished runs, kept in a file.
 
     Args:
-        path: one JSON object a line. It does not know of changes to the program. None: nothing
-            is kept.
+        path: a file with one JSON object per line; it does not record changes to the program.
+            None: nothing is kept.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -107,7 +108,7 @@ class Book:
             self._found = dict(_read(path))
 
     def speed_up(self, run: Run) -> float:
-        """Looked up, or simulated and written down."""
+        """Return a run's speedup; simulate it if it is not in the file."""
         if run.key not in self._found:
             print(f"{run.key} ...", file=sys.stderr, flush=True)
             self._found[run.key] = speed_up(run)
@@ -123,9 +124,9 @@ class Book:
             file.write(json.dumps(line) + "\n")
 
     def best(self, run: Run) -> Run:
-        """With the ratio of servers to workers that is best for four workers, as in the study.
+        """Return the run with the best ratio of servers for four workers, as in the study.
 
-        Of ratios that make no difference of more than 1 % the smallest.
+        Of ratios that differ by at most 1 %, it is the smallest.
         """
         if run.algorithm not in SERVED or run.stage == "none":
             return run
@@ -144,12 +145,12 @@ def _read(path: Path) -> Iterator[tuple[str, float]]:
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"--done: expected a finished run as JSON in {path}, line {number}, got "
-                f"{line[:60]!r}; remove the line, and the run is made again"
+                f"{line[:60]!r}; remove the line to repeat the run"
             ) from error
 
 
 def measure(cell: Cell, book: Book, rounds: int) -> dict[str, Any]:
-    """The row of a cell: the study's value, ours, and with assumptions changed."""
+    """Return a cell's row: the study's value, the simulated one, and with changed assumptions."""
     plain = replace(_plain(cell), rounds=rounds)
     links = book.best(plain)
     hosts = book.best(replace(plain, cluster=HOSTS))
@@ -174,12 +175,12 @@ def measure(cell: Cell, book: Book, rounds: int) -> dict[str, Any]:
 
 
 def _plain(cell: Cell) -> Run:
-    """With the links alone, and the smallest ratio of servers."""
+    """Return the run with the links alone and the smallest ratio of servers."""
     return Run(cell.network, cell.gbit, cell.algorithm, cell.workers, cell.stage)
 
 
 def _third(run: Run, cell: Cell) -> tuple[Run, str] | None:
-    """With the assumptions that only some runs ask for besides A; and their letters."""
+    """Return the run with the assumptions that only some runs need besides A, and their letters."""
     if cell.algorithm == "ad-psgd":
         return replace(run, extra=AVERAGING[cell.network]), "C"
     if cell.stage == "dgc":
@@ -187,7 +188,7 @@ def _third(run: Run, cell: Cell) -> tuple[Run, str] | None:
     if (cell.stage, cell.network) == ("sharding", "resnet50") and cell.algorithm in ("asp", "ssp"):
         return replace(run, extra=PUSHING), "G"
     letters = ""
-    # With one server each message's own time counts: ResNet-50 in one message would have none.
+    # With one server the time per message matters; in one message ResNet-50 would have none.
     if cell.stage == "sharding" or (cell.stage, cell.network) == ("none", "vgg16"):
         run, letters = replace(run, bucket_mb=WHOLE_MB), letters + "D"
     if cell.network == "vgg16" and cell.algorithm in ("asp", "ssp") and cell.workers == 8:
@@ -198,7 +199,7 @@ def _third(run: Run, cell: Cell) -> tuple[Run, str] | None:
 
 
 def sensitivity(chosen: Iterable[Cell], book: Book, rounds: int) -> str:
-    """How the links' speed-ups of figure 2 at 24 workers depend on the time of a step."""
+    """Return how the links' speedups of figure 2 at 24 workers depend on the time of a step."""
     lines = []
     for cell in chosen:
         if cell.figure != 2 or cell.workers != 24 or cell.gbit != NETS[0]:
@@ -209,12 +210,12 @@ def sensitivity(chosen: Iterable[Cell], book: Book, rounds: int) -> str:
         lines.append(f"- {NETWORKS[cell.network].name}, {cell.algorithm}: {texts}")
     if not lines:
         return ""
-    heads = f"with the step's time, and {FACTORS[0]:g} and {FACTORS[1]:g} times as much"
+    heads = f"with the step's time, and with {FACTORS[0]:g} and {FACTORS[1]:g} times as much"
     return f"\n\nLinks alone, 10 Gbit/s, 24 workers, {heads}:\n\n" + "\n".join(lines)
 
 
 def placement(book: Book, rounds: int) -> str:
-    """What speaks for links that the containers of a machine share."""
+    """Return the evidence that the containers of a machine share its link."""
     run = Run("resnet50", NETS[0], "asp", 24, rounds=rounds, cluster=HOSTS)
     shared = book.best(run)
     apart = replace(shared, cluster={**HOSTS, "hosts": 24 // VM})
@@ -240,19 +241,35 @@ def _chosen(args: argparse.Namespace) -> list[Cell]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = harness.make_parser("ipdps", "The IPDPS 2021 study's speed-ups in virtual time.")
+    parser = harness.make_parser("ipdps", "Simulate the speedups of the IPDPS 2021 study.")
     add = parser.add_argument
-    add("--figure", type=int, nargs="+", choices=(2, 4), default=[2, 4], help="of the study")
-    add("--network", nargs="+", choices=list(NETWORKS), default=list(NETWORKS), help="to train")
-    add("--algorithm", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS), help="to run")
-    add("--gbit", type=int, nargs="+", choices=NETS, default=list(NETS), help="links in Gbit/s")
-    add("--workers", type=whole(), nargs="+", help="only cells of so many")
+    add(
+        "--figure", type=int, nargs="+", choices=(2, 4), default=[2, 4], help="figures of the study"
+    )
+    add(
+        "--network",
+        nargs="+",
+        choices=list(NETWORKS),
+        default=list(NETWORKS),
+        help="networks to train",
+    )
+    add(
+        "--algorithm",
+        nargs="+",
+        choices=ALGORITHMS,
+        default=list(ALGORITHMS),
+        help="algorithms to run",
+    )
+    add(
+        "--gbit", type=int, nargs="+", choices=NETS, default=list(NETS), help="link rates in Gbit/s"
+    )
+    add("--workers", type=whole(), nargs="+", help="only cells with these numbers of workers")
     add(
         "--rounds",
         type=int,
         default=5,
-        help="steps of each worker before those that are measured, and as many of those; 3 at "
-        "least. Where a server is the bottleneck 3 give up to 7 %% more than many",
+        help="steps of each worker before the measured ones, and number of measured ones; at least "
+        "3, which overestimate by up to 7 %% if a server is the bottleneck",
     )
     add("--sensitivity", action="store_true", help="also vary the time of a step")
     add(
@@ -260,32 +277,32 @@ def _parser() -> argparse.ArgumentParser:
         type=data_file,
         default=Path("runs/ipdps.jsonl"),
         metavar="FILE",
-        help="runs that are done, by an earlier call of the same program; remove it to begin anew",
+        help="finished runs of earlier calls of the same program; remove the file to start over",
     )
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     args = quick.parse(_parser(), argv, QUICK)
     if args.rounds < LEAST_ROUNDS:
         raise UserError(
-            f"--rounds: expected at least {LEAST_ROUNDS}, since samples are drawn two steps ahead, "
+            f"--rounds: expected at least {LEAST_ROUNDS}, because leases are two steps ahead, "
             f"got {args.rounds}; give {LEAST_ROUNDS} or more"
         )
     facts = machine()
     book, chosen = Book(args.done), _chosen(args)
     if not chosen:
         raise UserError(
-            "--figure, --network, --algorithm, --gbit and --workers: expected some of the study's "
-            "bars, got none that fit all of them; leave one out"
+            "--figure, --network, --algorithm, --gbit and --workers: no bar of the study matches "
+            "all of them; leave one out"
         )
     rows = [measure(cell, book, args.rounds) for cell in chosen]
     notes = f"{ipdps_reasons.NOTES}\n\n{ipdps_reasons.summary(rows)}"
     if args.sensitivity:
         notes += sensitivity(chosen, book, args.rounds) + placement(book, args.rounds)
-    title = "Speed-ups of the IPDPS 2021 study in virtual time"
+    title = "Speedups of the IPDPS 2021 study, simulated"
     found = harness.Findings(title, rows, notes, ipdps_reasons.unexplained(rows))
     status = harness.publish("ipdps", argv, args, facts, found)
     if args.save is not None:

@@ -1,31 +1,31 @@
-"""What Ko, Choi, Seo, Kim (IPDPS 2021, "An In-Depth Analysis of Distributed Training of Deep
-Neural Networks") publish: on speed figures 2, 3 and 4, read off the vector graphics; on accuracy
-tables II to IV."""
+"""Published values of Ko, Choi, Seo, Kim (IPDPS 2021, "An In-Depth Analysis of Distributed Training
+of Deep Neural Networks"): speed from figures 2, 3 and 4, read off the vector graphics; accuracy
+from tables II to IV."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 NETS = (10, 56)
-"""Gbit/s: Ethernet and InfiniBand."""
+"""Link rates in Gbit/s: Ethernet and InfiniBand."""
 SERVED = ("bsp", "asp", "ssp")
 ALGORITHMS = (*SERVED, "ar-sgd", "ad-psgd")
 STAGES = ("none", "sharding", "wait-free", "dgc")
-"""Figure 4: each adds its optimisation to those before it."""
+"""Stages of figure 4: each adds its optimisation to the previous ones."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """A network that the study trains.
+    """A network trained in the study.
 
     Attributes:
-        model: for ``--model``.
+        model: value of ``--model``.
         batch: samples of a worker's step.
-        seconds: of a step's forward and backward pass on a TITAN V: the lowest bar of every
+        seconds: time of a step's forward and backward pass on a TITAN V: the lowest bar of every
             panel of figure 3, to 0.01 s.
-        bucket_mb: the largest message: about as many messages as the network has layers, since
-            the study sends layer by layer.
-        layers: with parameters; no more servers can have a share of their own.
+        bucket_mb: the largest message. It gives about one message per layer, since the study
+            sends layer by layer.
+        layers: number of layers with parameters, which limits the number of servers.
     """
 
     name: str
@@ -37,8 +37,8 @@ class Network:
 
 
 JITTER = 0.013
-"""Of a step's time: the fastest of 24 workers and the slowest are 5 % apart (section VI.C), which
-is 3.9 deviations."""
+"""Jitter of a step's time: the fastest and the slowest of 24 workers are 5 % apart (section VI.C),
+which is 3.9 standard deviations."""
 NETWORKS = {
     "resnet50": Network("ResNet-50", "benchmarks.ipdps_run:resnet50", 128, 0.42, 2.0, 54),
     "vgg16": Network("VGG-16", "vgg16", 96, 0.66, 32.0, 16),
@@ -83,7 +83,7 @@ FIGURE_2: dict[tuple[str, int], dict[str, Curve]] = {
         "ad-psgd": _curve(_SHORT, "5.33/9.46/11.8"),
     },
 }
-"""Speed-ups by workers, with sharding and wait-free backpropagation."""
+"""Speedups by number of workers, with sharding and wait-free backpropagation."""
 
 FIGURE_4: dict[tuple[str, int], dict[str, tuple[float, ...]]] = {
     ("resnet50", 10): {
@@ -107,7 +107,7 @@ FIGURE_4: dict[tuple[str, int], dict[str, tuple[float, ...]]] = {
         "ssp": (2.14, 2.24, 2.27, 19.12),
     },
 }
-"""Speed-ups of 24 workers at each of :data:`STAGES`."""
+"""Speedups of 24 workers at each of :data:`STAGES`."""
 
 TABLE_3 = {
     4: {"bsp": 75.14, "asp": 75.08, "ssp 3": 74.80, "ssp 10": 74.62, "easgd": 70.27}
@@ -119,8 +119,8 @@ TABLE_3 = {
     24: {"bsp": 75.11, "ar-sgd": 75.13, "asp": 74.59, "ssp 3": 72.82, "ssp 10": 64.48}
     | {"easgd": 45.28, "gosgd": 39.38, "ad-psgd": 74.11},
 }
-"""By workers: top-1 accuracy in % of ResNet-50 on ImageNet after 90 epochs. EASGD with tau 8, GoSGD
-with p = 0.01; AR-SGD is from table II."""
+"""Top-1 accuracy in % of ResNet-50 on ImageNet after 90 epochs, by number of workers. EASGD with
+tau 8, GoSGD with p = 0.01; AR-SGD is from table II."""
 
 TABLE_4 = {"bsp, dgc": 75.05, "asp, dgc": 74.40, "ssp 3, dgc": 72.95, "ssp 10, dgc": 65.42}
 """The same with deep gradient compression, 24 workers."""

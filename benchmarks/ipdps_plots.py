@@ -1,4 +1,4 @@
-"""The IPDPS 2021 study's figures 2 and 4 in virtual time: bars, with its values as marks."""
+"""Plot the IPDPS 2021 study's figures 2 and 4: simulated bars, published values as marks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHADES = dict(zip(STAGES, ("C7", "C0", "C2", "C1"), strict=True))
 
 
 def draw(rows: Rows, folder: Path) -> list[Path]:
-    """Write a picture for each figure that there are rows of; returns their paths."""
+    """Write a picture for each figure that has rows; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for figure, groups, bars, colours in (
@@ -33,7 +33,7 @@ def draw(rows: Rows, folder: Path) -> list[Path]:
 
 
 def _figure(rows: Rows, groups: str, bars: str, colours: Mapping[str, str]) -> Figure:
-    """One panel for each network and link, with one scale for all."""
+    """Draw one panel for each network and link, with a common scale."""
     panels = list(dict.fromkeys((row["network"], row["Gbit/s"]) for row in rows))
     figure = Figure(figsize=(6.2 * min(2, len(panels)), 3.6 * -(-len(panels) // 2)))
     axes = figure.subplots(-(-len(panels) // 2), min(2, len(panels)), squeeze=False).flat

@@ -1,4 +1,4 @@
-"""One cell of the IPDPS 2021 study in virtual time: its cluster, its options, its speed-up."""
+"""Simulate one cell of the IPDPS 2021 study: its cluster, its options, its speedup."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from benchmarks.ipdps_paper import JITTER, NETWORKS, SERVED
 from benchmarks.spread import spread
 
 VM = 4
-"""Workers of a virtual machine; two are on each machine and share its link."""
+"""Workers per virtual machine; two virtual machines share each machine's link."""
 MACHINES = 3
 COARSE_MB = 16.0
-"""The largest message without servers: nothing there takes time for each message."""
+"""The largest message without servers, where messages cost no time of their own."""
 SSP_BOUND = 10
 WHOLE_MODELS = 3
-"""Steps more until a run with differences is settled: the first answers are whole models."""
+"""Additional steps until a run with differences settles: the first answers are whole models."""
 PERIOD = {"ssp": SSP_BOUND + 1}
-"""Steps after which an algorithm's traffic repeats itself, where it is not each step."""
+"""Steps after which an algorithm's traffic repeats, if that is not every step."""
 
 
 class ImageNetShape:
-    """As many classes and pixels as ImageNet has, and one image: all that timing asks for."""
+    """A data set with ImageNet's classes and pixels and a single image, sufficient for timing."""
 
     def __len__(self) -> int:
         """One."""
         return 1
 
     def __getitem__(self, index: int, /) -> Any:
-        """Nothing is calculated."""
+        """Raise an error: timed computing never reads a sample."""
         raise IndexError(index)
 
 
 def imagenet_shape() -> Any:
-    """For ``--dataset``: sizes the models as ImageNet does."""
+    """Return the data set for ``--dataset``, which sizes the models as ImageNet does."""
     from aladdin_mpi.data.datasets import DatasetPair
 
     one = ImageNetShape()
@@ -49,7 +49,7 @@ def imagenet_shape() -> Any:
 
 
 class _Layer(nn.Module):
-    """A convolution and its batch norm as one layer, of which sharding leaves nothing behind."""
+    """A convolution and its batch norm as one layer, so that sharding keeps them together."""
 
     def __init__(self, *parts: nn.Module) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class _Layer(nn.Module):
 
 
 def resnet50(num_classes: int) -> nn.Module:
-    """The sizes of ResNet-50, in the 54 layers that give it its name (4 are shortcuts)."""
+    """A model with the sizes of ResNet-50, in its 54 layers (4 are shortcuts)."""
     from torchvision.models import resnet50 as build
 
     whole = build(num_classes=num_classes)
@@ -70,21 +70,21 @@ def resnet50(num_classes: int) -> nn.Module:
 
 @dataclass(frozen=True)
 class Run:
-    """What is simulated.
+    """A simulated run.
 
     Attributes:
-        gbit: of each machine's link.
-        stage: see :data:`benchmarks.ipdps_paper.STAGES`; for algorithms without servers
-            ``wait-free``.
+        gbit: rate of each machine's link.
+        stage: see :data:`benchmarks.ipdps_paper.STAGES`; ``wait-free`` for algorithms without
+            servers.
         per_vm: servers for the workers of a virtual machine: 1, 2 or 4.
-        extra: seconds that a step takes besides computing, not hidden by anything.
-        factor: on the time of computing.
+        extra: seconds of a step in addition to computing, not overlapped with anything.
+        factor: factor on the computing time.
         coalesce: ``--ssp-coalesce``.
-        rounds: steps of each worker until the run is taken to be settled, and then as many that
-            are measured; more where an algorithm's traffic repeats itself after more.
+        rounds: steps of each worker until the run counts as settled, and number of measured steps
+            after that; more if an algorithm's traffic repeats after more steps.
         cluster: changed options of the modelled cluster.
         bucket_mb: the largest message; None: the network's.
-        single: one server, whatever ``per_vm`` says.
+        single: use one server, regardless of ``per_vm``.
     """
 
     network: str
@@ -103,14 +103,14 @@ class Run:
 
     @property
     def key(self) -> str:
-        """Names the run in the file of those that are done."""
+        """Return the run's key in the file of finished runs."""
         parts = (self.network, self.gbit, self.algorithm, self.workers, self.stage, self.per_vm)
         more = (self.extra, self.factor, self.bucket_mb, self.coalesce, self.rounds, self.single)
         return json.dumps([*parts, *more, sorted(self.cluster.items())])
 
     @property
     def servers(self) -> int:
-        """Ratio to the workers as asked for, but none without a layer; one without sharding."""
+        """Return the number of servers by ratio, at most one per layer; one without sharding."""
         if self.single or self.stage == "none":
             return 1
         machines = -(-self.workers // VM)
@@ -118,11 +118,11 @@ class Run:
 
     @property
     def hosts(self) -> int:
-        """One virtual machine, or two on a machine each, or all three machines."""
+        """Return the hosts: one virtual machine, two on one machine each, or all three machines."""
         return min(MACHINES, -(-self.workers // VM))
 
     def options(self, folder: Path, steps: int) -> SimulateOptions:
-        """Those of `aladdin_mpi.simulate`."""
+        """Return the options of `aladdin_mpi.simulate`."""
         network, served = NETWORKS[self.network], self.algorithm in SERVED
         batch = network.batch
         values: dict[str, Any] = {
@@ -151,7 +151,7 @@ class Run:
         }
         if served:
             values |= {"servers": self.servers, "sharding": "layer"}
-            # A sum of sparse gradients is not sparse: each worker sends its own.
+            # A sum of sparse gradients is not sparse, so each worker sends its own.
             values |= {"bsp": {"host_first": self.stage != "dgc", "group": VM}}
             values |= {"ssp": {"bound": SSP_BOUND, "pull": "on-bound", "coalesce": self.coalesce}}
         if self.stage == "dgc":
@@ -160,9 +160,9 @@ class Run:
 
 
 def speed_up(run: Run) -> float:
-    """Throughput over that of one worker that computes alone, once the run has settled.
+    """Return a settled run's throughput relative to one worker that computes alone.
 
-    Virtual time: the same for every machine and every call.
+    The simulated result is the same on every machine and in every call.
     """
     first = max(run.rounds, PERIOD.get(run.algorithm, 1))
     last = 2 * first
@@ -181,7 +181,7 @@ def speed_up(run: Run) -> float:
 
 
 def rate(lines: Sequence[Mapping[str, Any]], whole: int, first: int, last: int) -> float:
-    """Samples per second between two lines of metrics, ``whole`` samples apart each."""
+    """Return the samples per second between two metrics lines, each ``whole`` samples apart."""
     moments = {line["samples"]: line["seconds"] for line in reversed(lines)}
     reached = sorted(moments)
     start = next(samples for samples in reached if samples >= first * whole)

@@ -1,4 +1,4 @@
-"""Files to which finished runs are added line by line, by programs that may be killed."""
+"""Files to which programs that may be killed append finished runs line by line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def whole_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines with their numbers, from 1; a last one that was cut off is taken away."""
+    """Return the lines with their numbers, from 1; remove a last one that was cut off."""
     whole, _, cut = path.read_text(encoding="utf-8").rpartition("\n")
     yield from enumerate(whole.splitlines(), start=1)
     if cut:

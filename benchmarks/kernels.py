@@ -1,9 +1,9 @@
-"""The passes over memory on a gradient's way, each beside the plain way to write it.
+"""Time the memory passes along a gradient's path, each against the plain way to write it.
 
     python -m benchmarks.kernels --save
     python -m benchmarks.kernels --quick
 
-One thread, nothing but memory and arithmetic: the two ways take turns.
+One thread; memory and arithmetic only. The two versions alternate.
 """
 
 from __future__ import annotations
@@ -37,22 +37,21 @@ from benchmarks.machine import machine
 
 Way = Callable[[], object]
 NOTES = """\
-Medians of single calls that take turns, on one thread. Look: whether all values are finite, by
-`aladdin_mpi.flat.vectors.is_finite`, beside the sum of the values. Look and add: a gradient that
-has arrived, by `add_if_finite`, beside looking at it and adding it then. Momentum: a gradient
-turned into a step by `MomentumSGD.correct`, beside the same operations on whole vectors; Update: a
-whole step by `MomentumSGD.step`, likewise. Quantise: a gradient and what was left of those before
-written in 8 or 4 bits by `quantise`, beside the same operations on whole vectors; Dequantise and
-add: what was written, by `add_dequantised`, likewise. Vectors are read in turn from more memory
-than caches of a core hold, as they are in training."""
+Medians of alternating single calls on one thread, here against plain. Look: checks that all values
+are finite with `aladdin_mpi.flat.vectors.is_finite`; plain: the sum of the values. Look and add: a
+received gradient with `add_if_finite`; plain: check it, then add it. Momentum: turns a gradient
+into a step with `MomentumSGD.correct`; plain: the same operations on whole vectors. Update: a whole
+step with `MomentumSGD.step`, likewise. Quantise: a gradient and the residual of the previous ones
+in 8 or 4 bits with `quantise`, likewise. Dequantise and add: that message with `add_dequantised`,
+likewise. Vectors are read in turn from more memory than a core's caches hold, as in training."""
 QUICK = {"megabytes": [0.5], "repeats": 5}
 MEMORY_MB = 256.0
-"""Memory that the vectors are taken from in turn."""
+"""Size of the memory from which the vectors are taken in turn."""
 LR, MOMENTUM, DECAY = 1e-9, 0.9, 1e-4
 
 
 class Vectors:
-    """Vectors of one size out of a large memory, another at each call."""
+    """Vectors of one size from a large memory, a different one for each call."""
 
     def __init__(self, megabytes: float) -> None:
         self.numel = int(megabytes * BYTES_PER_MB) // BYTES_PER_VALUE
@@ -64,19 +63,19 @@ class Vectors:
         return len(self._rows)
 
     def take(self) -> Tensor:
-        """The one that has not been used for longest."""
+        """Return the least recently used vector."""
         self._next = (self._next + 1) % len(self._rows)
         return self._rows[self._next]
 
 
 def look(megabytes: float) -> tuple[Way, Way]:
-    """Whether a vector is finite."""
+    """Check whether a vector is finite."""
     vectors = Vectors(megabytes)
     return lambda: is_finite(vectors.take()), lambda: isfinite(vectors.take().sum().item())
 
 
 def look_and_add(megabytes: float) -> tuple[Way, Way]:
-    """A gradient is looked at and added to a sum."""
+    """Check a gradient and add it to a sum."""
     vectors = Vectors(megabytes)
     total = torch.zeros(vectors.numel)
 
@@ -89,7 +88,7 @@ def look_and_add(megabytes: float) -> tuple[Way, Way]:
 
 
 def momentum(megabytes: float) -> tuple[Way, Way]:
-    """A gradient is turned into a step."""
+    """Turn a gradient into a step."""
     x, gradient = Vectors(megabytes), Vectors(megabytes)
     sgd = MomentumSGD(x.take(), MOMENTUM, DECAY)
     velocity, everything = torch.zeros(x.numel), slice(0, x.numel)
@@ -103,7 +102,7 @@ def momentum(megabytes: float) -> tuple[Way, Way]:
 
 
 def update(megabytes: float) -> tuple[Way, Way]:
-    """A gradient is applied to parameters and left as it is."""
+    """Apply a gradient to parameters and leave it unchanged."""
     x, gradient = Vectors(megabytes), Vectors(megabytes)
     sgd = MomentumSGD(x.take(), MOMENTUM, DECAY)
     velocity = torch.zeros(x.numel)
@@ -119,7 +118,7 @@ def update(megabytes: float) -> tuple[Way, Way]:
 
 
 def quantising(bits: int) -> Callable[[float], tuple[Way, Way]]:
-    """A gradient is written in few bits, and what that loses is kept."""
+    """Quantise a gradient and keep the residual."""
 
     def kernel(megabytes: float) -> tuple[Way, Way]:
         gradient = Vectors(megabytes)
@@ -141,7 +140,7 @@ def quantising(bits: int) -> Callable[[float], tuple[Way, Way]]:
 
 
 def dequantising(bits: int) -> Callable[[float], tuple[Way, Way]]:
-    """A gradient that has arrived in few bits is added to a sum."""
+    """Add a quantised gradient to a sum."""
 
     def kernel(megabytes: float) -> tuple[Way, Way]:
         total, scratch = Vectors(megabytes), Scratch()
@@ -166,7 +165,7 @@ def dequantising(bits: int) -> Callable[[float], tuple[Way, Way]]:
 
 
 def _packed(steps: Tensor, bits: int) -> Tensor:
-    """Steps as bytes, two neighbours in one where they fit, written plainly."""
+    """Pack steps into bytes, two neighbours in one if they fit (plain version)."""
     if bits == 8:
         return steps.to(torch.int8)
     positive = steps.add_(8).to(torch.uint8)
@@ -193,8 +192,8 @@ KERNELS: dict[str, Callable[[float], tuple[Way, Way]]] = {
 
 
 def row(kernel: str, megabytes: float, repeats: int) -> dict[str, Any]:
-    """One line of the table."""
-    keep_freed()  # as training does; without, the plain way gets its memory anew in each call
+    """Return one row of the table."""
+    keep_freed()  # as in training; otherwise the plain version would get new memory in each call
     ways = KERNELS[kernel](megabytes)
     for way in ways * 2:  # touch all memory
         way()
@@ -216,18 +215,20 @@ def row(kernel: str, megabytes: float, repeats: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = harness.make_parser("kernels", "Passes over memory on a gradient's way.")
+    parser = harness.make_parser("kernels", "Time the memory passes along a gradient's path.")
     add = parser.add_argument
-    add("--what", nargs="+", choices=list(KERNELS), default=list(KERNELS), help="is measured")
+    add(
+        "--what", nargs="+", choices=list(KERNELS), default=list(KERNELS), help="kernels to measure"
+    )
     add("--megabytes", type=positive, nargs="+", default=[0.1, 1.0, 4.0, 16.0, 59.0], help="sizes")
-    add("--repeats", type=whole(), default=101, help="of which medians are taken")
+    add("--repeats", type=whole(), default=101, help="number of calls of which the median is taken")
     args = quick.parse(parser, argv, QUICK)
     torch.set_num_threads(1)
     facts = machine()
     table = [row(what, size, args.repeats) for what in args.what for size in args.megabytes]
-    found = harness.Findings("Passes over memory on a gradient's way", table, NOTES)
+    found = harness.Findings("Memory passes along a gradient's path", table, NOTES)
     return harness.publish("kernels", argv, args, facts, found)
 
 

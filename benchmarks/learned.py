@@ -1,9 +1,9 @@
-"""What a sample teaches with each algorithm, for `aladdin_mpi.advise`: from the kept learning runs.
+"""Compute each algorithm's sample efficiency, for `aladdin_mpi.advise`, from stored runs.
 
-    python -m benchmarks.learned                # shows it
+    python -m benchmarks.learned                # prints it
     python -m benchmarks.learned --write        # writes aladdin_mpi/advice/learned.toml
 
-The runs are those that `benchmarks.convergence` has left in benchmarks/results/convergence.
+The runs are those of `benchmarks.convergence` in benchmarks/results/convergence.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ GROUPS = (
     "ahead-longer-8-workers",
     "ahead-longer-16-workers",
 )
-"""Longer runs replace shorter ones; of equally long ones those of more seeds, then the later."""
+"""Parts to use. Longer runs replace shorter ones; if equally long, more seeds, then the later."""
 CONVERGED = 24.0
-"""Epochs from which runs end near convergence: the loss hardly falls in the last third of them."""
+"""Epochs from which runs end near convergence: the loss hardly falls in their last third."""
 BASES = ("ar-sgd-nesterov", "ar-sgd")
 PLAIN = {"ssp-3": "ssp"}
-"""Names of variants that are an algorithm's defaults."""
+"""Names of the variants that are an algorithm's defaults."""
 HEAD = """\
 # Sample efficiency relative to synchronous SGD (ar-sgd) with as many workers: samples that ar-sgd
 # needs for the training loss that it has after 70 % of them, over those that the algorithm needs
@@ -64,10 +64,9 @@ HEAD = """\
 
 
 def row_of(runs: Sequence[Path], bases: Sequence[Path]) -> EfficiencyRow:
-    """The sample efficiency of runs, each relative to the base's run with the same seed.
+    """Return the sample efficiency of runs, each relative to the base's run with the same seed.
 
-    Only the runs with the most lines of metrics count: others say too little of where a loss was
-    reached.
+    Only the runs with the most metrics lines count: others are too coarse to locate a loss.
     """
     curves = [{run.name: mean_curve([curve(run)]) for run in each} for each in (runs, bases)]
     most = max(len(points) for each in curves for points in each.values())
@@ -84,12 +83,12 @@ def row_of(runs: Sequence[Path], bases: Sequence[Path]) -> EfficiencyRow:
 
 
 def options_of(run: Path) -> SimulateOptions:
-    """The options of a run."""
+    """Return the options of a run."""
     return build(SimulateOptions, read_toml(SimulateOptions, run / "config.toml", "run"))
 
 
 def table() -> dict[str, dict[str, EfficiencyRow]]:
-    """By algorithm and number of workers."""
+    """Return the sample efficiencies by algorithm and number of workers."""
     found: dict[str, dict[str, EfficiencyRow]] = defaultdict(dict)
     for group in GROUPS:
         folders = {
@@ -116,14 +115,14 @@ def table() -> dict[str, dict[str, EfficiencyRow]]:
 
 
 def written() -> str:
-    """The file's text."""
+    """Return the file's text."""
     rows = {name: {n: asdict(row) for n, row in of.items()} for name, of in table().items()}
     return HEAD + tomli_w.dumps(rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(description="What a sample teaches, by algorithm.")
+    """Run the command line and return the exit status."""
+    parser = argparse.ArgumentParser(description="Compute the sample efficiency of each algorithm.")
     parser.add_argument("--write", action="store_true", help=f"write {FILE.name}")
     args = parser.parse_args(argv)
     text = written()

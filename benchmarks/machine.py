@@ -1,4 +1,4 @@
-"""What a benchmark ran on: stated at the head of its output and stored beside its results."""
+"""Facts about the machine of a benchmark, printed in its output and stored with its results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["Machine", "describe_machine", "machine"]
 
 
 def describe_machine(facts: Machine | None = None) -> str:
-    """:func:`machine`, or the facts it gave before, as lines of text."""
+    """Return the given facts, or those of :func:`machine`, as lines of text."""
     facts = machine() if facts is None else facts
     return "\n".join(f"{key:<10} {'-' if value is None else value}" for key, value in facts.items())
 

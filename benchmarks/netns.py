@@ -1,8 +1,8 @@
-"""The machine's side of the network lab: namespaces, links, processes and what is left of them.
+"""The network lab's namespaces, links and processes on the machine, and their removal.
 
-A lab called NAME is the set of network namespaces NAME-switch, NAME-h0, NAME-h1 ... and the
-folder STATE/NAME, which is made first and removed last. Nothing is added to the machine's own
-network, so neither its firewall nor its addresses matter to a lab, nor the other way round.
+A lab called NAME is the set of network namespaces NAME-switch, NAME-h0, NAME-h1 ... and the folder
+STATE/NAME, which is created first and removed last. Nothing is added to the machine's own network,
+so its firewall and addresses do not affect a lab, and a lab does not affect them.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ STATE = Path("/run/aladdin-lab")
 NAMESPACES = Path("/run/netns")
 INTERFACE = "eth0"
 CONGESTION = "cubic"
-"""TCP's way to share links, as Linux has it unless the machine's administrator chose another."""
+"""TCP congestion control: the default of Linux, whatever the machine's administrator has set."""
 QUEUE_SECONDS = 0.002
 QUEUE_BYTES = 250_000
-"""What a link holds for later: at least so many bytes, at its rate at least for so many seconds, as
-a switch of 10 Gbit/s does with 2.5 MB. With 50 ms of a queue short messages waited as long, and a
-round of `bsp` took 8 % longer."""
+"""A link's queue: the larger of these bytes and these seconds at its rate. A switch of 10 Gbit/s
+has 2.5 MB. With a queue of 50 ms short messages waited that long, and a round of `bsp` took 8 %
+longer."""
 
-# In a mount namespace of its own, so that the trial leaves nothing behind.
+# In a separate mount namespace, so that the trial leaves nothing.
 _TRIAL = f"""mkdir -p {NAMESPACES} && mount -t tmpfs none {NAMESPACES} && ip netns add trial &&
 ip link add v0 type veth peer name {INTERFACE} netns trial &&
 ip link add switch type bridge && ip link set v0 master switch &&
@@ -45,11 +45,11 @@ tc qdisc replace dev v0 root tbf rate 1gbit burst 256kb latency 50ms"""
 
 @functools.cache
 def why_unavailable() -> str | None:
-    """Return why no lab can be built on this machine, or None where it can."""
+    """Return why no lab can be built on this machine, or None if it can."""
     if sys.platform != "linux":
         return f"the network lab needs Linux, not {sys.platform}"
     if os.geteuid() != 0:
-        return "the network lab needs root: network namespaces are made for it"
+        return "the network lab needs root, to create network namespaces"
     for tool in ("ip", "tc", "nsenter", "unshare", "hostname"):
         if shutil.which(tool) is None:
             remedy = "install iproute2 and util-linux, or add /usr/sbin to PATH"
@@ -69,16 +69,16 @@ def run_tool(*command: str) -> None:
     """Run `ip` or `tc`.
 
     Raises:
-        UserError: the command failed; the message holds what it printed.
+        UserError: the command failed; the message contains its output.
     """
-    # In a session of its own: Ctrl-C on the terminal must not stop a removal half-way.
+    # In a new session: Ctrl-C on the terminal must not interrupt a removal.
     done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
     if done.returncode != 0:
         raise UserError(f"network lab: '{' '.join(command)}' failed: {done.stderr.strip()}")
 
 
 def limit_rate(namespace: str, device: str, gbit: float) -> None:
-    """Let `device` of `namespace` send at most `gbit` Gbit/s."""
+    """Limit `device` of `namespace` to `gbit` Gbit/s of sent data."""
     # 2 ms of traffic may leave at once (256 KB at 1 Gbit/s), so that short messages at low
     # rates are slowed down as well. A full-sized packet must always fit.
     burst = max(16_000, int(256_000 * gbit))
@@ -88,7 +88,7 @@ def limit_rate(namespace: str, device: str, gbit: float) -> None:
 
 
 def bytes_sent(namespace: str, device: str) -> int:
-    """What `device` of `namespace` has sent, headers included."""
+    """Return the bytes that `device` of `namespace` has sent, including headers."""
     shown = subprocess.run(
         ["ip", "-n", namespace, "-s", "-j", "link", "show", "dev", device],
         capture_output=True,
@@ -99,7 +99,7 @@ def bytes_sent(namespace: str, device: str) -> int:
 
 
 def add_switch(namespace: str, address: str) -> None:
-    """Make the namespace that holds the bridge 'switch', with `address` (as a.b.c.d/n) on it."""
+    """Create the namespace with the bridge 'switch', with `address` (as a.b.c.d/n) on it."""
     run_tool("ip", "netns", "add", namespace)
     run_tool("ip", "-n", namespace, "link", "set", "lo", "up")
     run_tool("ip", "-n", namespace, "link", "add", "switch", "type", "bridge")
@@ -108,7 +108,7 @@ def add_switch(namespace: str, address: str) -> None:
 
 
 def add_host(namespace: str, switch: str, port: str, address: str, gbit: float) -> None:
-    """Make a host and its link to `port` of the switch, `gbit` Gbit/s in each direction."""
+    """Create a host and its link to `port` of the switch, `gbit` Gbit/s in each direction."""
     run_tool("ip", "netns", "add", namespace)
     run_tool("ip", "-n", namespace, "link", "set", "lo", "up")
     peer = ["peer", "name", INTERFACE, "netns", namespace]
@@ -116,16 +116,16 @@ def add_host(namespace: str, switch: str, port: str, address: str, gbit: float) 
     run_tool("ip", "-n", switch, "link", "set", port, "master", "switch", "up")
     run_tool("ip", "-n", namespace, "addr", "add", address, "dev", INTERFACE)
     run_tool("ip", "-n", namespace, "link", "set", INTERFACE, "up")
-    # By the route, as a namespace may not choose what is not allowed to everybody outside.
+    # Set on the route: a namespace may not choose an algorithm that is restricted outside.
     route = [str(ip_network(address, strict=False)), "dev", INTERFACE, "congctl", CONGESTION]
     run_tool("ip", "-n", namespace, "route", "replace", *route)
-    limit_rate(namespace, INTERFACE, gbit)  # what the host sends
-    limit_rate(switch, port, gbit)  # what the host receives
+    limit_rate(namespace, INTERFACE, gbit)  # data that the host sends
+    limit_rate(switch, port, gbit)  # data that the host receives
 
 
 @contextlib.contextmanager
 def locked() -> Iterator[None]:
-    """Keep other processes from building or removing labs meanwhile."""
+    """Prevent other processes from building or removing labs in this block."""
     STATE.mkdir(mode=0o700, exist_ok=True)
     with open(STATE / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -133,7 +133,7 @@ def locked() -> Iterator[None]:
 
 
 def claim_name() -> str:
-    """Take a lab name that carries this process's id. The caller holds the lock."""
+    """Reserve a lab name that contains this process's id. The caller holds the lock."""
     for letter in string.ascii_lowercase:
         name = f"aladdin{os.getpid()}{letter}"
         with contextlib.suppress(FileExistsError):
@@ -143,7 +143,7 @@ def claim_name() -> str:
 
 
 def claim(name: str) -> None:
-    """Take this lab name. The caller holds the lock.
+    """Reserve this lab name. The caller holds the lock.
 
     Raises:
         FileExistsError: there is such a lab.
@@ -153,23 +153,23 @@ def claim(name: str) -> None:
 
 
 def own(name: str, pid: int) -> None:
-    """Let a lab last until its removal, or until this process ends and another lab is built."""
+    """Keep a lab until its removal, or until this process has ended and another lab is built."""
     owner = f"{pid} {_start_time(pid)}"
     (STATE / name / "owner").write_text(owner, encoding="ascii")
 
 
 def labs() -> dict[str, bool]:
-    """Every lab on this machine, and whether the process that built it lives."""
+    """Return every lab on this machine, and whether the process that built it still runs."""
     return {path.name: _owner_lives(path) for path in sorted(STATE.glob("*")) if path.is_dir()}
 
 
 def namespaces(lab: str) -> list[str]:
-    """The network namespaces of a lab, the switch's last."""
+    """Return the network namespaces of a lab, the switch's last."""
     return sorted(path.name for path in NAMESPACES.glob(f"{lab}-*"))
 
 
 def processes(spaces: list[str]) -> list[int]:
-    """The ids of the processes that live in the given network namespaces."""
+    """Return the ids of the processes in the given network namespaces."""
     inodes = set()
     for space in spaces:
         with contextlib.suppress(OSError):
@@ -183,15 +183,15 @@ def processes(spaces: list[str]) -> list[int]:
 
 
 def stop_processes(lab: str) -> None:
-    """End every process of a lab, mpirun first because it puts its own things away.
+    """End every process of a lab, mpirun first because it cleans up.
 
     Raises:
-        UserError: a process is still there after about ten seconds of SIGKILL.
+        UserError: a process still exists after about ten seconds of SIGKILL.
     """
     spaces = namespaces(lab)
     _signal_until_gone(signal.SIGTERM, lambda: processes([f"{lab}-switch"]), seconds=2.0)
     _signal_until_gone(signal.SIGTERM, lambda: processes(spaces), seconds=2.0)
-    for _ in range(20):  # anew each time: a process may have made another meanwhile
+    for _ in range(20):  # read again: a process may have started another one
         if not processes(spaces):
             return
         _signal_until_gone(signal.SIGKILL, lambda: processes(spaces), seconds=0.5)
@@ -199,15 +199,15 @@ def stop_processes(lab: str) -> None:
 
 
 def remove(lab: str) -> None:
-    """Remove a lab, its processes and its files; harmless where parts are missing.
+    """Remove a lab, its processes and its files; missing parts are ignored.
 
     Raises:
-        UserError: a process could not be ended, or a namespace not be removed.
+        UserError: a process could not be ended, or a namespace could not be removed.
     """
     stop_processes(lab)
     for space in namespaces(lab):
         run_tool("ip", "netns", "delete", space)
-    # What MPI processes leave when they are killed: their files carry the host's name.
+    # Files that killed MPI processes leave; their names contain the host's name.
     for folder in ("/dev/shm", tempfile.gettempdir()):
         for path in Path(folder).glob(f"*.{lab}-*"):
             if path.is_dir() and not path.is_symlink():
@@ -218,7 +218,7 @@ def remove(lab: str) -> None:
 
 
 def remove_stale() -> list[str]:
-    """Remove the labs whose process is dead; return their names. The caller holds the lock."""
+    """Remove the labs whose process has ended; return their names. The caller holds the lock."""
     stale = [lab for lab, alive in labs().items() if not alive]
     for lab in stale:
         remove(lab)
@@ -239,16 +239,16 @@ def _signal_until_gone(signum: int, find: Callable[[], list[int]], seconds: floa
 def _owner_lives(folder: Path) -> bool:
     try:
         pid, started = (folder / "owner").read_text(encoding="ascii").split()
-    except (OSError, ValueError):  # killed between making the folder and writing the file
+    except (OSError, ValueError):  # killed between creating the folder and writing the file
         return False
-    return _start_time(int(pid)) == started  # not only the id, which may be used again
+    return _start_time(int(pid)) == started  # the id alone may have been reused
 
 
 def _start_time(pid: int) -> str | None:
-    """When a process began, in clock ticks since the machine did; None if it has ended."""
+    """Return a process's start in clock ticks since boot; None if it has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    fields = stat.rpartition(")")[2].split()  # the name before it may hold blanks
+    fields = stat.rpartition(")")[2].split()  # the name before it may contain blanks
     return None if fields[0] in "ZX" else fields[19]

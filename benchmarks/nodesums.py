@@ -1,12 +1,12 @@
-"""What it brings to add up gradients on the host: each algorithm with and without `--node-sums`.
+"""Measure per-node aggregation: each algorithm with and without `--node-sums`.
 
-    python -m benchmarks.nodesums --dry-run                   # what it would run, for how long
-    python -m benchmarks.nodesums --check --save              # needs the network lab, and root
+    python -m benchmarks.nodesums --dry-run                   # list the runs and their duration
+    python -m benchmarks.nodesums --check --save              # requires the network lab and root
     python -m benchmarks.nodesums --engine virtual
     python -m benchmarks.nodesums --quick
 
-Four hosts with two workers each, and a server on each host where there are any. Bytes between
-hosts are counted by the hosts' network devices.
+Four hosts with two workers each, and a server on each host if the algorithm has any. The hosts'
+network devices count the bytes between hosts.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ OPTION = "--node-sums"
 ALGORITHMS = ("aladdin", "asp", "bsp", "ar-sgd", "sgp", "local-sgd")
 QUICK = {"algorithm": ["aladdin", "sgp"], "workload": ["vgg16"]}
 BAR = 0.55
-"""Largest share of the bytes between hosts with the option, of two workers on each."""
+"""Largest share of the bytes between hosts with the option, with two workers on each."""
 NOTES = f"""\
 {study.COLUMN_NOTES}
 
 {ROW_NOTES}
 
-Between hosts: megabytes that the hosts' network devices have sent in the whole run, start and end
-included, for each batch of one worker; only real runs count them. `ar-sgd` adds up over MPI in both
-rows, `local-sgd` averages every eighth step."""
+Between hosts: megabytes sent by the hosts' network devices in the whole run, including start and
+end, per batch of one worker; only real runs count them. `ar-sgd` sums over MPI in both rows;
+`local-sgd` averages every eighth step."""
 
 
 def cells(args: argparse.Namespace) -> list[Cell]:
-    """Each algorithm without and with the option."""
+    """Return the cells: each algorithm without and with the option."""
     found = []
     for workload in args.workload:
         for name in args.algorithm:
@@ -52,7 +52,7 @@ def cells(args: argparse.Namespace) -> list[Cell]:
 
 
 def row(result: Result) -> dict[str, Any]:
-    """A row of the table."""
+    """Return a row of the table."""
     cell = result.cell
     return {
         "model": cell.workload.name,
@@ -64,13 +64,13 @@ def row(result: Result) -> dict[str, Any]:
 
 
 def between_hosts(result: Result) -> float | None:
-    """Megabytes for a batch of one worker; None: nobody has counted them."""
+    """Return the megabytes per batch of one worker; None: they were not counted."""
     sent = result.main.get("sent between hosts, MB")
     return None if sent is None else float(sent) / result.cell.samples
 
 
 def pairs(results: Sequence[Result]) -> Iterable[tuple[Result, Result]]:
-    """Each algorithm's two results, that without the option first."""
+    """Return each algorithm's two results, the one without the option first."""
     for with_it in results:
         if with_it.cell.extra:
             plain = replace(with_it.cell, extra=())
@@ -78,7 +78,7 @@ def pairs(results: Sequence[Result]) -> Iterable[tuple[Result, Result]]:
 
 
 def missed(results: Sequence[Result]) -> list[str]:
-    """Those whose bytes between hosts have not halved, in words."""
+    """Return a description of each algorithm whose bytes between hosts have not halved."""
     found = []
     for without, with_it in pairs(results):
         before, after = between_hosts(without), between_hosts(with_it)
@@ -91,14 +91,14 @@ def missed(results: Sequence[Result]) -> list[str]:
 
 
 def draw(results: Sequence[Result], path: Path) -> None:
-    """A pair of bars for each algorithm."""
+    """Plot a pair of bars for each algorithm."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 3.5), layout="constrained")
     axis = figure.add_subplot()
     both = list(pairs(results))
     names = [f"{each.cell.algorithm}\n{each.cell.workload.name}" for each, _ in both]
-    for turn, label in enumerate(("each worker by itself", "added up on the host")):
+    for turn, label in enumerate(("each worker separately", "aggregated per node")):
         places = [place + 0.4 * (turn - 0.5) for place in range(len(both))]
         axis.bar(places, [pair[turn].speed_up for pair in both], 0.38, label=label)
     axis.axhline(study.WORKERS, color="grey", linewidth=0.8)
@@ -116,9 +116,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 SCRIPT = study.Script(
     NAME,
-    "What it brings to add up gradients on the host.",
+    "Measure per-node aggregation of gradients.",
     _add_options,
-    "Gradients added up on the host: 4 hosts of 2 workers at one tenth",
+    "Per-node aggregation: 4 hosts of 2 workers at one tenth",
     NOTES,
     cells,
     row,
@@ -129,7 +129,7 @@ SCRIPT = study.Script(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     return study.main(SCRIPT, argv)
 
 

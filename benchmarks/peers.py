@@ -1,12 +1,12 @@
-"""AR-SGD beside its peers, in the same run: a training step, and the sum of a gradient alone.
+"""Compare AR-SGD with its peers in the same run: a training step, and the sum of a gradient alone.
 
     python -m benchmarks.peers --save --check
     python -m benchmarks.peers --optimizer adamw --loop alone mpi torch DDP --sum --save --check
     python -m benchmarks.peers --quick
 
-Peers of a step are torch's DistributedDataParallel over gloo, with and without its PowerSGD hook,
-and Horovod's DistributedOptimizer; those of the sum are one call of mpi4py, of torch.distributed
-and of Horovod for the whole gradient. All ranks are on this machine.
+A step is compared with torch's DistributedDataParallel over gloo, with and without its PowerSGD
+hook, and with Horovod's DistributedOptimizer; the sum with one call of mpi4py, torch.distributed
+and Horovod for the whole gradient. All ranks are on this machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.machine import machine
 
 PROGRAM = "benchmarks.programs.peers"
 BAR = 1.05
-"""Longest time of the best of ours, as a multiple of that of the best peer."""
+"""Longest time of our best backend, as a multiple of the best peer's."""
 OURS = ("mpi", "horovod", "torch")
 """Backends of ``--ar-sgd-allreduce``."""
 PEERS = {
@@ -32,24 +32,24 @@ PEERS = {
     "sum": ("Allreduce", "all_reduce", "hvd allreduce"),
 }
 COMPRESSED = {"ours": "dgc", "peer": "DDP PowerSGD"}
-"""Those that do not send all of a gradient, which are judged by themselves."""
+"""Contenders that do not send the whole gradient; they are compared separately."""
 ALONE = "alone"
 NEEDS_HOROVOD = ("horovod", "hvd optimizer", "hvd allreduce")
 MEGABYTES = {"resnet56": 3.4, "vgg16_bn_cifar": 58.9}
-"""Parameters of the models that are measured by default, in fp32."""
+"""Sizes of the default models' parameters, in fp32."""
 
 Record = Mapping[str, Any]
 NOTES = """\
-Medians of repeats in which all take turns in one run, of the mean over the steps of one turn, on
-the slowest rank, without the last, with which a run ends. A step: forward, backward, sum and update
-on a fixed batch, as in Horovod's synthetic benchmark. mpi, horovod and torch are AR-SGD through the
-public interface with that `--ar-sgd-allreduce`, with all that training has besides; alone: the same
-loop in plain torch and nothing summed, on all ranks at once. DDP: torch's DistributedDataParallel
-over gloo, gradients as views of its buckets; hvd optimizer: Horovod's DistributedOptimizer. The
-sum: of a vector, by ours in buckets of 4 MB, by the others in one call, namely mpi4py's Allreduce,
-torch.distributed's all_reduce over gloo, and Horovod's. Ratio: the best of ours over the best peer.
-Those that leave values out, dgc (AR-SGD with deep gradient compression) and DDP PowerSGD (rank 1),
-have a ratio of their own."""
+All contenders alternate in one run. Figures are medians over repeats of the mean step of one turn,
+on the slowest rank, without the last step, which ends a run. A step: forward, backward, sum and
+update on a fixed batch, as in Horovod's synthetic benchmark. mpi, horovod and torch: AR-SGD through
+the public interface with that `--ar-sgd-allreduce` and everything else that training includes.
+alone: the same loop in plain torch without a sum, on all ranks at the same time. DDP: torch's
+DistributedDataParallel over gloo, gradients as views of its buckets. hvd optimizer: Horovod's
+DistributedOptimizer. The sum: of a vector, ours in buckets of 4 MB, the others in one call:
+mpi4py's Allreduce, torch.distributed's all_reduce over gloo, and Horovod's. Ratio: our best over
+the best peer. Contenders that leave values out, dgc (AR-SGD with deep gradient compression) and DDP
+PowerSGD (rank 1), have a separate ratio."""
 QUICK = {
     "ranks": [2],
     "model": ["digits"],
@@ -62,7 +62,7 @@ QUICK = {
 
 
 def measure(args: argparse.Namespace, ranks: int) -> list[Record]:
-    """All records of the program with so many ranks."""
+    """Return all records of the program with this number of ranks."""
     options = {
         "--loop": [name for name in args.loop if _present(name)],
         "--model": args.model,
@@ -86,7 +86,7 @@ def _present(name: str) -> bool:
 
 
 def rows(records: Sequence[Record], ranks: int) -> list[dict[str, Any]]:
-    """The table for one number of ranks: a row for each model, and for each size."""
+    """Return the table for one number of ranks: a row for each model and for each size."""
     found = []
     for what, size in dict.fromkeys((r["what"], r["size"]) for r in records):
         mine = [r for r in records if (r["what"], r["size"]) == (what, size)]
@@ -101,7 +101,7 @@ def rows(records: Sequence[Record], ranks: int) -> list[dict[str, Any]]:
 
 
 def _verdict(what: str, times: Mapping[str, float]) -> dict[str, Any]:
-    """The best of ours and of the peers, and how they compare."""
+    """Return our best, the best peer, and their ratio."""
     ours = [who for who in OURS if who in times]
     peers = [who for who in PEERS[what] if who in times]
     found: dict[str, Any] = {}
@@ -114,7 +114,7 @@ def _verdict(what: str, times: Mapping[str, float]) -> dict[str, Any]:
 
 
 def missed(table: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The rows that exceed the bar, in words."""
+    """Return a description of each row that exceeds the bar."""
     found = []
     for row in table:
         case = f"{row['what']}, {row['size']}, {row['ranks']} ranks"
@@ -132,28 +132,40 @@ def missed(table: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = harness.make_parser("peers", "AR-SGD beside its peers.")
+    parser = harness.make_parser("peers", "Compare AR-SGD with its peers.")
     add = parser.add_argument
     loops = [ALONE, *OURS, *PEERS["step"], *COMPRESSED.values()]
     sums = [*OURS, *PEERS["sum"]]
     add("--ranks", type=whole(2), nargs="+", default=[2, 4], help="numbers of ranks")
-    add("--loop", nargs="*", choices=loops, default=loops, help="whose steps are measured")
-    add("--model", nargs="*", default=list(MEGABYTES), help="of aladdin_mpi.train, for images")
-    add("--batch", type=whole(), default=8, help="samples of a rank in a step")
-    add("--steps", type=whole(), default=10, help="in one measurement")
-    add("--optimizer", choices=["sgd", "adamw"], default="sgd", help="of all who step")
-    add("--sum", nargs="*", choices=sums, default=sums, help="whose sums are measured")
-    add("--megabytes", type=positive, nargs="*", default=list(MEGABYTES.values()), help="of a sum")
-    add("--bucket-mb", type=positive, default=4.0, help="a bucket of ours, in MB")
-    add("--sums", type=whole(), default=10, help="in one measurement")
-    add("--repeats", type=whole(), default=7, help="of which medians are taken")
-    add("--limit", type=positive, default=1800.0, help="longest run, in s")
+    add(
+        "--loop",
+        nargs="*",
+        choices=loops,
+        default=loops,
+        help="contenders whose steps are measured",
+    )
+    add("--model", nargs="*", default=list(MEGABYTES), help="image models of aladdin_mpi.train")
+    add("--batch", type=whole(), default=8, help="samples per rank and step")
+    add("--steps", type=whole(), default=10, help="steps in one measurement")
+    add("--optimizer", choices=["sgd", "adamw"], default="sgd", help="optimizer of all steps")
+    add("--sum", nargs="*", choices=sums, default=sums, help="contenders whose sums are measured")
+    add(
+        "--megabytes",
+        type=positive,
+        nargs="*",
+        default=list(MEGABYTES.values()),
+        help="sizes of sums in MB",
+    )
+    add("--bucket-mb", type=positive, default=4.0, help="size of our buckets in MB")
+    add("--sums", type=whole(), default=10, help="sums in one measurement")
+    add("--repeats", type=whole(), default=7, help="number of turns of which the median is taken")
+    add("--limit", type=positive, default=1800.0, help="time limit of a run in s")
     args = quick.parse(parser, argv, QUICK)
     facts = machine()
     table = [row for ranks in args.ranks for row in rows(measure(args, ranks), ranks)]
-    title, case = "AR-SGD beside its peers", ""
+    title, case = "AR-SGD and its peers", ""
     if args.optimizer != "sgd":
         title, case = f"{title}, with {args.optimizer}", args.optimizer
     found = harness.Findings(title, table, NOTES, missed(table))

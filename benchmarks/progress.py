@@ -1,9 +1,9 @@
-"""Whether messages move while a rank computes.
+"""Check that messages make progress while a rank computes.
 
     python -m benchmarks.progress --check
 
-Two hosts of the network lab (needs root). Rank 0 starts to send, computes for longer than the
-message needs, and waits for the rest; with the transport's progress thread and without it.
+Two hosts of the network lab (requires root). Rank 0 starts to send, computes for longer than the
+message needs, and waits for the rest, with and without the transport's progress thread.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from benchmarks.machine import machine
 BAR = 0.05
 """Largest wait with progress, as a share of the time on the wire, ..."""
 BAR_COMPUTINGS = ("sleep", "torch")
-"""... beside these ways of computing."""
-_OVERHEAD = 1.15  # of the lab's link: TCP/IP headers, and what the sockets hold back
+"""... during these kinds of computation."""
+_OVERHEAD = 1.15  # of the lab's link: TCP/IP headers and socket buffering
 
 Record = Mapping[str, Any]
 NOTES = """\
-The wait is the time for which a rank still waits when it has computed; where both ranks compute,
-the longer one. The time on the wire is that of the same messages with nothing computed. All are
-medians. Computing: sleep, as on a GPU; torch, products and convolutions on one thread; python, a
-loop that never leaves the interpreter. Its speed is relative to computing without any message."""
+The wait is the time for which a rank still waits after computing; if both ranks compute, the longer
+one. The time on the wire is that of the same messages without computation. All are medians.
+Computing: sleep, as on a GPU; torch, products and convolutions on one thread; python, a loop that
+never leaves the interpreter. Its speed is relative to computing without any message."""
 
 
 def measure(args: argparse.Namespace) -> list[Record]:
-    """All records of `benchmarks.programs.overlap`, from a run in a lab of two hosts."""
+    """Return all records of `benchmarks.programs.overlap` from a run in a lab of two hosts."""
     wire = args.megabytes * 8e-3 / args.rate
     if args.compute < wire * _OVERHEAD:
         raise UserError(
@@ -58,7 +58,7 @@ def measure(args: argparse.Namespace) -> list[Record]:
 
 
 def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """The table: one row for each case in which something is sent beside computing."""
+    """Return the table: one row for each case with messages during computation."""
     found = []
     for case in _cases(records):
         if case["computing"] == "none" or not case["message_mb"]:
@@ -81,7 +81,7 @@ def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def missed(table: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The rows that exceed the bar, in words."""
+    """Return a description of each row that exceeds the bar."""
     return [
         f"{row['computing']}, {row['who computes']}, {row['message, MB']:g} MB: the wait is "
         f"{row['wait / wire']:.1%} of the time on the wire, expected at most {BAR:.0%}"
@@ -108,7 +108,7 @@ def _waited(record: Record) -> float:
 
 
 def _rate(record: Record) -> float:
-    """Rounds of computing per second, of all ranks that compute."""
+    """Return the rounds of computing per second of all ranks that compute."""
     return float(sum(rank["rounds"] / rank["computed"] for rank in record["ranks"]))
 
 
@@ -123,20 +123,35 @@ def _median(records: Sequence[Record], case: Record, of: Any) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = harness.make_parser("progress", "How long a rank waits for its messages at the end.")
-    parser.add_argument("--megabytes", type=positive, default=50.0, help="sent, in MB")
-    parser.add_argument(
-        "--message-mb", type=positive, nargs="*", default=[4.0], help="also sent in messages of MB"
+    parser = harness.make_parser(
+        "progress", "Measure how long a rank waits for messages sent during computation."
     )
-    parser.add_argument("--compute", type=positive, default=0.6, help="computing, in s")
-    parser.add_argument("--rate", type=positive, default=1.0, help="each host's link, in Gbit/s")
-    parser.add_argument("--repeats", type=whole(), default=5, help="of which medians are taken")
+    parser.add_argument(
+        "--megabytes", type=positive, default=50.0, help="size of the data sent in MB"
+    )
+    parser.add_argument(
+        "--message-mb",
+        type=positive,
+        nargs="*",
+        default=[4.0],
+        help="size of a second series of messages in MB",
+    )
+    parser.add_argument("--compute", type=positive, default=0.6, help="computing time in s")
+    parser.add_argument(
+        "--rate", type=positive, default=1.0, help="rate of each host's link in Gbit/s"
+    )
+    parser.add_argument(
+        "--repeats",
+        type=whole(),
+        default=5,
+        help="number of measurements of which the median is taken",
+    )
     args = parser.parse_args(argv)
     facts = machine()
     table = rows(measure(args))
-    title = f"{args.megabytes:g} MB at {args.rate:g} Gbit/s, sent beside {args.compute:g} s of work"
+    title = f"{args.megabytes:g} MB at {args.rate:g} Gbit/s, sent during {args.compute:g} s of work"
     found = harness.Findings(title, table, NOTES, missed(table))
     return harness.publish("progress", argv, args, facts, found)
 

@@ -1,13 +1,13 @@
-"""What the ALADDIN study published: Ko, Choi, Jei, Lee, Kim; CIKM 2021.
+"""Published values of the ALADDIN study: Ko, Choi, Jei, Lee, Kim; CIKM 2021.
 
-Speed-ups over one worker, with ResNet-50 and VGG-16 on CIFAR-10, four machines of two GPUs each.
-Its SGP overlaps communication by one step, which here is `osgp`; `sgp` waits in every step.
+Speedups over one worker, with ResNet-50 and VGG-16 on CIFAR-10, four machines of two GPUs each.
+Its SGP overlaps communication with one step, which is `osgp` here; `sgp` waits in every step.
 """
 
 from __future__ import annotations
 
 SLOWDOWNS = (1.0, 2.0, 10.0, 100.0)
-"""HO, HE0, HE1 and HE2 of table 3: one worker so many times slower."""
+"""Slowdown factors of one worker in table 3: HO, HE0, HE1 and HE2."""
 
 _TABLE_3 = {
     ("resnet50", "aladdin"): (6.70, 6.30, 5.95, 5.87),
@@ -19,7 +19,7 @@ _TABLE_3 = {
 }
 
 WORKERS = (2, 4, 8)
-"""Of figure 5."""
+"""Numbers of workers in figure 5."""
 
 _FIGURE_5 = {
     ("resnet50", "ar-sgd"): (1.82, 3.36, 5.40),
@@ -35,7 +35,7 @@ _FIGURE_5 = {
 }
 
 PERIODS = (1, 2, 4)
-"""The update periods pi of figure 8b, with eight workers."""
+"""Update periods pi in figure 8b, with eight workers."""
 
 _FIGURE_8B = {
     "resnet50": (5.90, 6.40, 6.70),
@@ -44,7 +44,7 @@ _FIGURE_8B = {
 
 
 def with_straggler(workload: str, algorithm: str, slowdown: float) -> float | None:
-    """Table 3: the speed-up of eight workers of which one is slower; None: not published."""
+    """Return table 3's speedup of eight workers of which one is slower; None: not published."""
     figures = _TABLE_3.get((workload, algorithm))
     if figures is None or slowdown not in SLOWDOWNS:
         return None
@@ -52,7 +52,7 @@ def with_straggler(workload: str, algorithm: str, slowdown: float) -> float | No
 
 
 def with_workers(workload: str, algorithm: str, workers: int) -> float | None:
-    """Figure 5, read off its vector graphics; None: not published."""
+    """Return figure 5's value, read off its vector graphics; None: not published."""
     figures = _FIGURE_5.get((workload, algorithm))
     if figures is None or workers not in WORKERS:
         return None
@@ -60,7 +60,7 @@ def with_workers(workload: str, algorithm: str, workers: int) -> float | None:
 
 
 def with_period(workload: str, pi: int) -> float | None:
-    """Figure 8b, read off: ALADDIN's speed-up at an update period; None: not published."""
+    """Return figure 8b's speedup of ALADDIN at an update period; None: not published."""
     if pi not in PERIODS or workload not in _FIGURE_8B:
         return None
     return _FIGURE_8B[workload][PERIODS.index(pi)]

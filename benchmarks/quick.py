@@ -1,4 +1,4 @@
-"""The option --quick: a reduced pass of a benchmark, to see that it works."""
+"""The option --quick: a reduced run of a benchmark, to check that it works."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 def parse(
     parser: argparse.ArgumentParser, argv: Sequence[str], reduced: Mapping[str, Any]
 ) -> argparse.Namespace:
-    """Read ``argv``; with ``--quick`` the defaults are those of ``reduced``.
+    """Parse ``argv``; with ``--quick`` the defaults are those of ``reduced``.
 
     Args:
-        parser: of the benchmark; gets the option.
-        argv: what stands in it goes before the reduced defaults too.
-        reduced: the defaults of a reduced pass, by name.
+        parser: the benchmark's parser, to which the option is added.
+        argv: the arguments; they override the reduced defaults.
+        reduced: the defaults of a reduced run, by name.
     """
-    parser.add_argument("--quick", action="store_true", help="a reduced pass, within a minute")
+    parser.add_argument("--quick", action="store_true", help="a reduced run, within a minute")
     if "--quick" in argv:
         parser.set_defaults(**reduced)
     return parser.parse_args(argv)

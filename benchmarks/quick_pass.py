@@ -1,9 +1,10 @@
-"""A reduced pass of every benchmark, to see that all of them work here; `make bench-quick`.
+"""Run every benchmark reduced, to check that all of them work here; `make bench-quick`.
 
     python -m benchmarks.quick_pass
     python -m benchmarks.quick_pass --only stragglers kernels
 
-Its figures are no results. Those that need the network lab are left out where it cannot be built.
+Its figures are not results. Benchmarks that require the network lab are skipped if it cannot be
+built.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from benchmarks.lab import Lab
 from benchmarks.results import table
 
 LIMIT = 300.0
-"""Longest time of one benchmark, in s."""
+"""Time limit of one benchmark in s."""
 WORK = "{work}"
-"""Stands for a folder that benchmarks share, in their arguments."""
+"""Placeholder in arguments for a folder that benchmarks share."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One benchmark's name and the arguments of its reduced pass."""
+    """One benchmark's name and the arguments of its reduced run."""
 
     name: str
     args: tuple[str, ...] = ("--quick",)
@@ -78,7 +79,7 @@ PASSES = (
 
 
 def run(one: Pass, work: Path) -> tuple[int | None, float]:
-    """Run it and show what it prints; its exit status, None for one that was ended, and seconds."""
+    """Run a benchmark and show its output; return its exit status (None: ended) and seconds."""
     words = [word.replace(WORK, str(work)) for word in one.args]
     command = [sys.executable, "-m", f"benchmarks.{one.name}", *words]
     start = time.monotonic()
@@ -89,22 +90,22 @@ def run(one: Pass, work: Path) -> tuple[int | None, float]:
         status = None
     finally:
         if process.poll() is None:
-            process.terminate()  # it ends its own ranks
+            process.terminate()  # the benchmark ends its ranks
             process.wait(60)
     return status, time.monotonic() - start
 
 
 def verdict(status: int | None) -> str:
-    """A status in words."""
+    """Return a description of a status."""
     if status is None:
         return f"ended after {LIMIT:g} s"
     return "ok" if status == 0 else f"failed with status {status}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status: 0 if all have worked."""
+    """Run the command line and return the exit status: 0 if all benchmarks worked."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.quick_pass", description="A reduced pass of every benchmark."
+        prog="python -m benchmarks.quick_pass", description="Run every benchmark reduced."
     )
     names = [one.name for one in PASSES]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
@@ -115,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for one in [one for one in PASSES if one.name in chosen]:
             print(f"\n=== {one.name}", flush=True)
             if one.needs_lab and no_lab:
-                rows.append({"benchmark": one.name, "result": f"left out: {no_lab}", "s": 0.0})
+                rows.append({"benchmark": one.name, "result": f"skipped: {no_lab}", "s": 0.0})
                 continue
             status, seconds = run(one, Path(folder))
             wrong |= status != 0

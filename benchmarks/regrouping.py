@@ -1,10 +1,10 @@
-"""What the failure of one worker costs the others: continuing in place, and with a new group.
+"""Measure the cost of a worker's failure for the others: in place, and with a new group.
 
     python -m benchmarks.regrouping --save
     python -m benchmarks.regrouping --quick
 
-Virtual time. Algorithms that do not need every worker continue in place. With a spare rank the
-same failure makes all ranks form a new group.
+The runs are simulated. Algorithms that do not need every worker continue in place. With a spare
+rank the same failure makes all ranks form a new group.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ STEP_SECONDS, STEPS, FAILS_AT = 0.4, 40, 20.5
 GBIT, RANKS_PER_HOST = 10.0, 4
 SIZES = {"1 M": 1e6, "ResNet-50": 25.6e6}
 
-TITLE = "What the failure of a worker costs the others"
+TITLE = "Cost of a worker's failure for the other workers"
 NOTES = f"""\
-Virtual time, {{workers}} workers and one server, {RANKS_PER_HOST} ranks on a host, links of
-{GBIT:g} Gbit/s, steps of {STEP_SECONDS} s. A small model stands for a larger one: the links are
-slower by the ratio of their sizes. One worker fails after {FAILS_AT:g} steps. Cost: the longest
-time between two steps of any other worker, less that of a run without a failure. In place: the
-others continue in their group. New group: there is a spare rank, and all ranks form a new group,
-whose rank 0 merges their states; less the {2 * SETTLE_SECONDS:g} s that virtual time always allows
-for the set-up of a group."""
+Simulated: {{workers}} workers and one server, {RANKS_PER_HOST} ranks per host, links of {GBIT:g}
+Gbit/s, steps of {STEP_SECONDS} s. A small model stands for a larger one: the links are slower by
+the ratio of their sizes. One worker fails after {FAILS_AT:g} steps. Cost: the longest time between
+two steps of any other worker, minus that of a run without a failure. In place: the others continue
+in their group. New group: there is a spare rank, and all ranks form a new group, whose rank 0
+merges their states; minus the {2 * SETTLE_SECONDS:g} s that the simulator always allows for the
+set-up of a group."""
 QUICK = {"algorithms": ["asp"], "models": ["1 M"], "workers": 3}
 
 
 def longest_gap(algorithm: str, workers: int, spares: int, fails: bool, gbit: float) -> float:
-    """Return the longest virtual time between two steps of a worker that does not fail."""
+    """Return the longest simulated time between two steps of a worker that does not fail."""
     size, failing = workers + spares + 1, 1 + workers // 2
     failures = {failing: FAILS_AT * STEP_SECONDS if fails else 1e6}
     hosts = Cluster(hosts=-(-size // RANKS_PER_HOST), bandwidth_gbit=gbit, failures=failures)
@@ -88,7 +88,7 @@ def longest_gap(algorithm: str, workers: int, spares: int, fails: bool, gbit: fl
 
 
 def row(algorithm: str, model: str, workers: int) -> dict[str, Any]:
-    """Return a line of the table."""
+    """Return a row of the table."""
     gbit = GBIT * PARAMETERS / SIZES[model]
     in_place, new_group = (
         longest_gap(algorithm, workers, spares, True, gbit)
@@ -104,13 +104,13 @@ def row(algorithm: str, model: str, workers: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns its exit status."""
+    """Run the benchmark and return its exit status."""
     argv = sys.argv[1:] if argv is None else argv
     parser = harness.make_parser("regrouping", __doc__.splitlines()[0])
     add = parser.add_argument
     add("--algorithms", nargs="+", default=["asp", "easgd"], metavar="NAME", help="which")
     add("--models", nargs="+", choices=SIZES, default=list(SIZES), help="sizes of the model")
-    add("--workers", type=whole(3), default=63, help="of each run")
+    add("--workers", type=whole(3), default=63, help="workers of each run")
     args: argparse.Namespace = quick.parse(parser, argv, QUICK)
     facts = machine()
     rows = [row(name, model, args.workers) for name in args.algorithms for model in args.models]

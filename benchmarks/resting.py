@@ -1,9 +1,9 @@
-"""Ranks that rest while MPI waits, where it would spin: for many ranks on few cores.
+"""Let ranks sleep while MPI waits instead of spinning, for many ranks on few cores.
 
-A blocking call of MPI polls, and between two looks yields its core if told to
-(`mpi_yield_when_idle`). Where every rank has a core that costs nothing. In the network lab eight
-ranks share two, and those that wait take them from the one that has bytes to move: Horovod's sums
-took four times as long. Here `sched_yield` sleeps for a moment instead.
+A blocking MPI call polls, and yields its core between two polls with `mpi_yield_when_idle`. If
+every rank has a core, that costs nothing. In the network lab eight ranks share two cores, and
+waiting ranks take them from the rank that has data to move: Horovod's sums took four times as long.
+Here `sched_yield` sleeps for a moment instead.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from aladdin_mpi.errors import UserError
 
 REST_US = 50
-"""Kept short beside a message's way through the lab, which is longer."""
+"""Microseconds of sleep, short compared with a message's latency in the lab."""
 
 _SOURCE = f"""
 #include <time.h>
@@ -28,10 +28,10 @@ int sched_yield(void) {{
 
 
 def resting(folder: Path) -> dict[str, str]:
-    """The environment of a rank that rests; the library is built in ``folder``.
+    """Return the environment of a rank that sleeps; build the library in ``folder``.
 
     Raises:
-        UserError: there is no C compiler, or it fails.
+        UserError: no C compiler was found, or it failed.
     """
     library = folder / "resting.so"
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)

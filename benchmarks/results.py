@@ -30,27 +30,27 @@ def write_result(
     """Write NAME.json and NAME.md, each with the machine, the command and the date.
 
     Args:
-        name: the files' name: small letters, digits and hyphens.
+        name: the files' name: lower-case letters, digits and hyphens.
         title: the heading.
-        rows: the table; the keys are the columns, in the order in which they first appear, and
-            should name the unit. JSON keeps the values in full, Markdown four digits.
-        command: what a reader types to get these results, as text or as arguments.
-        notes: what a reader must know to judge them, in Markdown.
-        facts: what `machine()` gave when the run began; asked for now if not given.
-        folder: where the files go.
+        rows: the table; the keys are the columns, in the order of first appearance, and should
+            name the unit. JSON keeps the full values, Markdown four digits.
+        command: the command that produces these results, as text or as arguments.
+        notes: definitions that a reader needs, in Markdown.
+        facts: the result of `machine()` at the start of the run; by default, that of now.
+        folder: the folder of the files.
 
     Returns:
-        The paths of the JSON and of the Markdown file.
+        The paths of the JSON file and the Markdown file.
 
     Raises:
-        UserError: the name has other characters, or there are no rows.
+        UserError: the name has other characters, or the table is empty.
     """
     try:
         result_name(name)
     except ArgumentTypeError as error:
         raise UserError(f"name: {error}") from error
     if not rows:
-        raise UserError("rows: expected at least one row, got none: nothing has been measured")
+        raise UserError("rows: expected at least one row, got none; nothing has been measured")
     result = {
         "name": name,
         "title": title,
@@ -61,7 +61,7 @@ def write_result(
     }
     folder.mkdir(parents=True, exist_ok=True)
     paths = folder / f"{name}.json", folder / f"{name}.md"
-    # Whole first: a value that JSON does not know must not cost the older result.
+    # Serialise first: an invalid value must not destroy the older result.
     text = json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False)
     paths[0].write_text(text + "\n", encoding="utf-8")
     paths[1].write_text(_markdown(result), encoding="utf-8")
@@ -69,14 +69,14 @@ def write_result(
 
 
 def result_name(text: str) -> str:
-    """An option's type: the name of a table's files."""
+    """Parse an option's value: the name of a table's files."""
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", text):
-        raise ArgumentTypeError(f"expected small letters, digits and hyphens, got {text!r}")
+        raise ArgumentTypeError(f"expected lower-case letters, digits and hyphens, got {text!r}")
     return text
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows as a Markdown table; a key that a row lacks is an empty cell."""
+    """Return the rows as a Markdown table; a missing key gives an empty cell."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     lines = [columns, ["---"] * len(columns)]
     lines += [[_cell(row.get(column)) for column in columns] for row in rows]
@@ -91,7 +91,7 @@ def _markdown(result: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The value, or its name where JSON has no number for it: nan, inf and -inf."""
+    """Return the value, or its name if JSON has no number for it: nan, inf and -inf."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -104,5 +104,5 @@ def _cell(value: Any) -> str:
 
 
 def _shell_line(command: Sequence[str]) -> str:
-    """Arguments as a shell line, in which this Python is called `python`."""
+    """Return arguments as a shell line in which this Python is called `python`."""
     return shlex.join("python" if word == sys.executable else word for word in command)

@@ -1,13 +1,13 @@
-"""The ALADDIN study's figure 5 and 8b: two, four and eight workers, and the update period pi.
+"""Reproduce the ALADDIN study's figures 5 and 8b: numbers of workers, and the update period pi.
 
-    python -m benchmarks.scaling --dry-run                     # what it would run, for how long
+    python -m benchmarks.scaling --dry-run                     # list the runs and their duration
     python -m benchmarks.scaling --work benchmarks/results/cells --check --save
     python -m benchmarks.scaling --engine virtual              # a minute, without a lab
     python -m benchmarks.scaling --quick
 
-With fewer than eight workers each has a host to itself, with a server where there are any. The
-cells with eight workers and pi 4 are those of `benchmarks.stragglers`: in one `--work` folder they
-are run once. Stopped, the same command goes on.
+With fewer than eight workers each has its own host, with a server if the algorithm has any. The
+cells with eight workers and pi 4 are those of `benchmarks.stragglers`; with a common `--work`
+folder they run once. Rerun the same command to resume.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ NOTES = f"""\
 {ROW_NOTES}
 
 Published: read off figure 5, and figure 8b for the update period, both with CIFAR-10. The study
-does not say on how many of its machines two and four workers ran; here each has one to itself. Its
-SGP overlaps its messages with one step, which is `osgp` here."""
+does not say on how many of its machines two and four workers ran; here each has its own. Its SGP
+overlaps its messages with one step, which is `osgp` here."""
 
 
 def cells(args: argparse.Namespace) -> list[Cell]:
-    """All cells of a pass."""
+    """Return all cells of a run."""
     found = [
         study.cell(workload, name, 1.0, workers, args.computing)
         for workload in args.workload
@@ -60,19 +60,19 @@ def cells(args: argparse.Namespace) -> list[Cell]:
 
 
 def extra(pi: int) -> tuple[str, ...]:
-    """The options of an update period; none for the default, which is a cell like all others."""
+    """Return the options of an update period; none for the default, which is an ordinary cell."""
     return () if pi == DEFAULT_PI else (PI, str(pi))
 
 
 def period(cell: Cell) -> int | None:
-    """The update period of a cell; None: the algorithm has none."""
+    """Return the update period of a cell; None: the algorithm has none."""
     if cell.algorithm != "aladdin":
         return None
     return int(cell.extra[cell.extra.index(PI) + 1]) if PI in cell.extra else DEFAULT_PI
 
 
 def row(result: Result) -> dict[str, Any]:
-    """A row of the table."""
+    """Return a row of the table."""
     cell = result.cell
     return {
         "model": cell.workload.name,
@@ -90,10 +90,10 @@ def _published(cell: Cell) -> float | None:
 
 
 def missed(results: Iterable[Result]) -> list[str]:
-    """ALADDIN's cells that are not above the published figure, in words."""
+    """Return a description of each ALADDIN cell that is not above the published figure."""
     return [
-        f"{result.cell.describe()}: a speed-up of {result.sent_alone:.2f} by gradients sent by "
-        f"themselves, expected above the published {figure:.2f}"
+        f"{result.cell.describe()}: a speedup of {result.sent_alone:.2f} by gradients sent "
+        f"individually, expected above the published {figure:.2f}"
         for result in results
         if result.cell.algorithm == "aladdin"
         and (figure := _published(result.cell)) is not None
@@ -102,7 +102,7 @@ def missed(results: Iterable[Result]) -> list[str]:
 
 
 def draw(results: Sequence[Result], path: Path) -> None:
-    """A curve for every algorithm over the workers, dashed as published; and over pi."""
+    """Plot a curve for every algorithm over the workers (dashed: published), and over pi."""
     from matplotlib.figure import Figure
 
     workloads = list(dict.fromkeys(result.cell.workload for result in results))
@@ -155,7 +155,7 @@ def _draw_curve(axis: Axes, points: Sequence[tuple[int, Result]], label: str, co
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The script's own options."""
+    """Add the script's own options."""
     add = parser.add_argument
     add("--algorithm", nargs="+", default=list(ALGORITHMS), help="which")
     add("--workers", type=whole(), nargs="+", default=list(published.WORKERS), help="numbers")
@@ -164,7 +164,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 SCRIPT = study.Script(
     NAME,
-    "Throughput over workers and update periods.",
+    "Measure throughput by number of workers and update period.",
     add_options,
     f"Up to {study.WORKERS} workers on up to {study.HOSTS} hosts at {study.RATE_GBIT:g} Gbit/s",
     NOTES,
@@ -177,7 +177,7 @@ SCRIPT = study.Script(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     return study.main(SCRIPT, argv)
 
 

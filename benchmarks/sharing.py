@@ -1,12 +1,11 @@
-"""How messages share links: the network lab's own traces against virtual time, without training.
+"""Compare how messages share links in the network lab and in the simulator, without training.
 
     python -m benchmarks.sharing --check --save
     python -m benchmarks.sharing --quick
 
-Eight ranks on four hosts send to four of them all at once, and the moment is noted at which each
-message has come. `--sharing tcp` in virtual time (`transport/virtual/network.py`) was set by
-these traces, before training was compared (`benchmarks.agreement`). Needs the network lab, and
-root.
+Eight ranks on four hosts all send to four of them at the same time, and the arrival of each message
+is recorded. The simulator's `--sharing tcp` (`transport/virtual/network.py`) was set from these
+traces, before training was compared (`benchmarks.agreement`). Requires the network lab and root.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ RATE = 1.0
 LIMIT = 300.0
 SHARES = (0.1, 0.5, 0.9, 1.0)
 BAR = 0.2
-"""How far virtual time may be from the lab, as a share, in each figure but the last message's."""
+"""Largest relative error of the simulation, in each figure except the last message's."""
 LATE = 0.1
-"""Seconds behind the median of the last ones from which a message was sent again."""
+"""Seconds after the median of the last ones from which a message counts as sent again."""
 
 NOTES = f"""\
-Messages end: the time, in ms from the start of all, at which a tenth, half, nine tenths and all of
-them have come; means over the repetitions. Senders end: the first and the last but one of the
-eight whose messages have all come. Sent again: messages that came {1e3 * LATE:.0f} ms or more after
-the usual end, as a share of all bursts from one rank to one other. The last message's time depends
-on whether there is one of those. Even: virtual time with links that serve their flows in turn."""
+Messages end: the time, in ms from the start, at which a tenth, half, nine tenths and all of them
+have arrived; means over the repetitions. Senders end: the first and the last but one of the eight
+whose messages have all arrived. Sent again: messages that arrived {1e3 * LATE:.0f} ms or more after
+the usual end, as a share of all bursts from one rank to another. The last message's time depends on
+whether there is one of those. Even: a simulation with links that serve their flows in turn."""
 
 
 def in_the_lab(repeats: int) -> list[dict[str, Any]]:
-    """The records over MPI."""
+    """Return the records over MPI."""
     program = ["-m", "benchmarks.programs.crowd", "--repeats", str(repeats)]
     with Lab(hosts=1 + max(RANKS), rate_gbit=RATE) as lab:
         found: list[dict[str, Any]] = harness.json_printed(lab.run(RANKS, program, timeout=LIMIT))
@@ -51,7 +50,7 @@ def in_the_lab(repeats: int) -> list[dict[str, Any]]:
 
 
 def in_virtual_time(sharing: Literal["even", "tcp"], repeats: int) -> list[dict[str, Any]]:
-    """The same, with the lab's network modelled as `benchmarks.agreement` does."""
+    """Return the simulated records, with the network modelled as in `benchmarks.agreement`."""
     links = {name.removeprefix("--").replace("-", "_"): value for name, value in LINKS.items()}
     described: dict[str, Any] = {**links, "bandwidth_gbit": RATE * GOODPUT, "sharing": sharing}
     hosts = 1 + max(RANKS)
@@ -61,7 +60,7 @@ def in_virtual_time(sharing: Literal["even", "tcp"], repeats: int) -> list[dict[
 
 
 def rows_of(where: str, records: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """A row for each size of messages."""
+    """Return a row for each message size."""
     for nbytes, count in CASES:
         mine = [r for r in records if (r["bytes"], r["count"]) == (nbytes, count)]
         ends = [record["ends"] for record in mine]
@@ -82,7 +81,7 @@ def rows_of(where: str, records: Sequence[dict[str, Any]]) -> Iterator[dict[str,
 
 
 def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Figures of `--sharing tcp` that are too far from the lab's."""
+    """Return the figures of `--sharing tcp` that are too far from the lab's."""
     found = []
     by_place = {(row["messages"], row["where"]): row for row in rows}
     for (messages, where), row in by_place.items():
@@ -97,10 +96,12 @@ def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = harness.make_parser(NAME, "How messages share links, in the lab and in virtual time.")
-    parser.add_argument("--repeats", type=whole(), default=60, help="of each size")
+    parser = harness.make_parser(
+        NAME, "Compare how messages share links in the lab and in the simulator."
+    )
+    parser.add_argument("--repeats", type=whole(), default=60, help="repetitions of each size")
     parser.add_argument("--quick", action="store_true", help="three of each")
     args = parser.parse_args(argv)
     repeats = 3 if args.quick else args.repeats
@@ -109,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows += rows_of("tcp", in_virtual_time("tcp", repeats))
     rows += rows_of("even", in_virtual_time("even", repeats))
     rows.sort(key=lambda row: row["messages"])
-    title = f"Eight ranks on four hosts that all send at once, links of {RATE:g} Gbit/s"
+    title = f"Eight ranks on four hosts that all send at the same time, links of {RATE:g} Gbit/s"
     findings = harness.Findings(title, rows, NOTES, missed(rows))
     return harness.publish(NAME, argv, args, facts, findings)
 

@@ -1,11 +1,12 @@
-"""ALADDIN for hours, while workers are killed and paused: nothing may leak or get lost.
+"""Run ALADDIN for hours while workers are killed and paused, and check for leaks and lost samples.
 
     python -m benchmarks.soak --minutes 120 --check
 
-Four workers train over MPI with ULFM. Now and then one is killed, or stopped by SIGSTOP, for a
-moment or for longer than `--worker-timeout`. When fewer than two are left the job is ended, in
-turn by a signal, which makes it write a checkpoint, and by SIGKILL of all; then it goes on from
-its last checkpoint with all workers. At the end the run is completed and its books are compared.
+Four workers train over MPI with ULFM. At random times one is killed, or stopped by SIGSTOP, for a
+moment or for longer than `--worker-timeout`. When fewer than two remain, the job is ended,
+alternately by a signal, which makes it write a checkpoint, and by SIGKILL of all ranks. It then
+resumes from its last checkpoint with all workers. At the end the run is completed and its counters
+are compared.
 """
 
 from __future__ import annotations
@@ -35,25 +36,25 @@ SERVERS = 1
 BATCH = 32
 SUSPEND = signal.SIGUSR1
 PATIENCE = 180.0
-"""Longest wait in seconds for the start or the end of a job."""
+"""Time limit in seconds for the start or the end of a job."""
 SETTLED = 60.0
-"""Seconds of a rank's life after which its memory is taken to be settled."""
+"""Seconds after a rank's start from which its memory counts as settled."""
 BAR_GROWTH = 10.0
-"""Largest growth of the resident memory of rank 0, which lives longest, in MB in an hour."""
+"""Largest growth of the resident memory of rank 0, which runs longest, in MB per hour."""
 BAR_REQUESTS = 1.5
-"""Largest number of requests at the end, as a multiple of that when a job has settled."""
+"""Largest number of requests at the end, as a multiple of that in a settled job."""
 
 NOTES = """\
 Growth: of resident memory, the slope of a line through all observations of one process after its
-first minute, the median over the jobs. Requests: of MPI that are under way, medians of the first
-and of the last quarter of each job after its first minute, and the median over the jobs of their
-ratio. Books: samples granted, samples in gradients that the server applied, samples lost with
-workers. Pauses shorter than --worker-timeout must leave nobody out."""
+first minute, the median over the jobs. Requests: MPI requests in flight, the ratio of the medians
+of the last and the first quarter of each job after its first minute, and the median over the jobs.
+Accounting: samples granted, samples in gradients that the server applied, samples lost with
+workers. Pauses shorter than --worker-timeout must not exclude a rank."""
 
 
 @dataclass
 class Events:
-    """What was done to the job, and what it said of it."""
+    """Counts of the disturbances and of the job's reactions."""
 
     killed: int = 0
     paused: int = 0
@@ -84,7 +85,7 @@ class Job:
         )
 
     def pids(self) -> dict[int, int]:
-        """The process of every rank that has not ended."""
+        """Return the process of every running rank."""
         found = {}
         for path in self.observed.glob("rank-*.jsonl"):
             lines = path.read_text().splitlines()
@@ -94,14 +95,14 @@ class Job:
         return found
 
     def said(self) -> str:
-        """What it has printed so far."""
+        """Return the job's output so far."""
         return Path(self.log.name).read_text()
 
     def wait_for(self, text: str) -> None:
-        """Wait until it has printed ``text``.
+        """Wait until the job has printed ``text``.
 
         Raises:
-            UserError: it has not.
+            UserError: the job has not printed it in time.
         """
         end = time.monotonic() + PATIENCE
         while text not in self.said():
@@ -110,10 +111,10 @@ class Job:
             time.sleep(0.2)
 
     def end(self) -> int:
-        """Wait for its end; returns the exit status.
+        """Wait for the job's end and return its exit status.
 
         Raises:
-            UserError: it does not end.
+            UserError: the job does not end in time.
         """
         try:
             return self.process.wait(PATIENCE)
@@ -121,7 +122,7 @@ class Job:
             raise UserError(f"the job did not end:\n{self.said()}") from None
 
     def close(self) -> None:
-        """Kill what is left of it."""
+        """Kill the remaining processes."""
         for pid in [*self.pids().values(), self.process.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -138,10 +139,10 @@ def _lives(pid: int) -> bool:
 
 
 class Soak:
-    """The jobs, and what is done to them.
+    """The jobs and their disturbances.
 
     Args:
-        folder: for the run and for what is observed.
+        folder: folder for the run and the observations.
     """
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
@@ -153,7 +154,7 @@ class Soak:
         self.jobs: list[Path] = []
 
     def run(self) -> dict[str, Any]:
-        """All jobs; returns the summary of the run."""
+        """Run all jobs and return the summary of the run."""
         for number in range(1000):
             with self._job(number, self._options(number)) as job:
                 job.wait_for("ULFM")
@@ -201,14 +202,14 @@ class Soak:
             job.close()
 
     def _trouble(self, job: Job) -> None:
-        """Kill and pause workers until fewer than two are left, or the time is over."""
+        """Kill and pause workers until fewer than two remain, or the time is over."""
         left = list(range(SERVERS, SERVERS + self._args.workers))
         kills = [self._kill, self._pause_for_long]
         while len(left) >= 2 and time.monotonic() < self._end:
             for trouble in (self._pause, self._chance.choice(kills)):
                 self._sleep(self._args.every * self._chance.uniform(0.7, 1.3))
                 if job.process.poll() is not None:
-                    raise UserError(f"the job has ended by itself:\n{job.said()}")
+                    raise UserError(f"the job ended unexpectedly:\n{job.said()}")
                 if time.monotonic() < self._end:
                     trouble(job, left)
 
@@ -231,7 +232,7 @@ class Soak:
         time.sleep(2.0)
         if words in job.said():
             left.remove(rank)
-            self.events.unexpected.append(f"rank {rank} was left out after a short pause")
+            self.events.unexpected.append(f"rank {rank} was excluded after a short pause")
 
     def _pause_for_long(self, job: Job, left: list[int]) -> None:
         rank = self._chance.choice(left)
@@ -267,19 +268,19 @@ class Soak:
     def _drawn(self) -> int:
         lines = (self._run / "metrics.jsonl").read_text().splitlines()
         last = max(json.loads(line)["samples"] for line in lines)
-        # An epoch more, so that the last job trains as well.
+        # One more epoch, so that the last job trains too.
         return int(last) + 100 * BATCH
 
 
 def observations(job: Path, rank: int) -> list[dict[str, float]]:
-    """What a rank held in one job, after its first minute."""
+    """Resources of a rank in one job, after its first minute."""
     path = job / f"rank-{rank}.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [line for line in lines if line["time"] - lines[0]["time"] > SETTLED]
 
 
 def slope(lines: Sequence[Mapping[str, float]], name: str) -> float:
-    """Of a line through the observations, in units an hour."""
+    """Return the slope of a line through the observations, per hour."""
     times = [line["time"] / 3600 for line in lines]
     values = [line[name] for line in lines]
     middle, mean = sum(times) / len(times), sum(values) / len(values)
@@ -288,7 +289,7 @@ def slope(lines: Sequence[Mapping[str, float]], name: str) -> float:
 
 
 def growth(jobs: Sequence[Path], rank: int) -> dict[str, Any]:
-    """A row of the table: what one rank's processes have gathered."""
+    """Return a row of the table: the resources of one rank's processes."""
     long = [lines for job in jobs if len(lines := observations(job, rank)) >= 8]
     ratios = []
     for lines in long:
@@ -313,11 +314,11 @@ def growth(jobs: Sequence[Path], rank: int) -> dict[str, Any]:
 
 
 def books(summary: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """The run's accounts in words, and what does not agree in them."""
+    """Return a description of the run's counters, and of any that do not agree."""
     computed, applied = summary["gradients_computed"], summary["gradients_applied"]
     samples, lost = summary["samples"], summary["samples_lost"]
     text = (
-        f"Books: {samples} samples granted, {lost} of them lost with workers; {computed} gradients "
+        f"Accounting: {samples} samples granted, {lost} lost with workers; {computed} gradients "
         f"computed, {applied} applied, {summary['gradients_refused']} refused."
     )
     wrong = [] if computed == applied else [f"{computed} gradients computed, {applied} applied"]
@@ -328,7 +329,7 @@ def books(summary: Mapping[str, Any]) -> tuple[str, list[str]]:
 
 
 def missed(rows: Sequence[Mapping[str, Any]], events: Events, wrong: list[str]) -> list[str]:
-    """What did not go as it should, in words."""
+    """Return a description of each bar that was missed."""
     found = [*wrong, *events.unexpected]
     for row in rows:
         if row.get("growth, MB/h", 0.0) > BAR_GROWTH and row["rank"] == 0:
@@ -339,18 +340,25 @@ def missed(rows: Sequence[Mapping[str, Any]], events: Events, wrong: list[str]) 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = harness.make_parser("soak", "ALADDIN for hours, while workers are killed and paused.")
+    parser = harness.make_parser(
+        "soak", "Run ALADDIN for hours while workers are killed and paused."
+    )
     add = parser.add_argument
-    add("--minutes", type=positive, default=120.0, help="length")
-    add("--workers", type=whole(), default=4, help="of the run")
-    add("--every", type=positive, default=120.0, help="mean seconds between two troubles")
+    add("--minutes", type=positive, default=120.0, help="length in minutes")
+    add("--workers", type=whole(), default=4, help="number of workers")
+    add("--every", type=positive, default=120.0, help="mean seconds between two disturbances")
     add("--checkpoint", type=positive, default=60.0, help="seconds between checkpoints")
-    add("--worker-timeout", type=positive, default=15.0, help="of the run, in seconds")
-    add("--model", default="digits", help="of the run")
-    add("--slowdown", type=at_least(1), default=10.0, help="of all workers, to spare the machine")
-    add("--seed", type=whole(0), default=0, help="of the troubles")
+    add("--worker-timeout", type=positive, default=15.0, help="--worker-timeout of the run in s")
+    add("--model", default="digits", help="model to train")
+    add(
+        "--slowdown",
+        type=at_least(1),
+        default=10.0,
+        help="slowdown factor of all workers, to reduce the load",
+    )
+    add("--seed", type=whole(0), default=0, help="random seed of the disturbances")
     add("extra", nargs="*", help="after '--': further options for aladdin_mpi.train")
     args = parser.parse_args(argv)
     facts = machine()
@@ -363,11 +371,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     events = soak.events
     happened = (
         f"{events.killed} workers killed, {events.paused} paused for a moment, {events.excluded} "
-        f"for long and left out, of which {events.came_back} came back and left; "
+        f"for long and excluded, of which {events.came_back} came back and left; "
         f"{len(soak.jobs)} jobs, {events.suspended} ended by a signal, {events.crashed} by "
         f"SIGKILL; test accuracy {summary['test_accuracy']:.3f}."
     )
-    title = f"{args.minutes:g} minutes of ALADDIN with {args.workers} workers in trouble"
+    title = f"{args.minutes:g} minutes of ALADDIN with {args.workers} failing workers"
     notes = "\n\n".join([NOTES, text, happened])
     found = harness.Findings(title, rows, notes, missed(rows, events, wrong))
     return harness.publish("soak", argv, args, facts, found)

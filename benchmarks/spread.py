@@ -1,4 +1,4 @@
-"""How the ranks of a benchmark fill the hosts, in the lab and in virtual time alike."""
+"""Placement of a benchmark's ranks on the hosts, in the lab and in the simulator."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ Spread = Literal["cyclic", "block"]
 
 
 def spread(servers: int) -> Spread:
-    """The placement, as `aladdin_mpi.simulate` names it, of a job with so many servers.
+    """Return the placement, as named by `aladdin_mpi.simulate`, for this number of servers.
 
-    Servers are the first ranks: dealt in turn they, and as many workers, come to each host.
-    Without servers neighbours share a host, so that a ring leaves each of them once.
+    Servers are the first ranks. Assigned in turn, each host has equal numbers of servers and of
+    workers. Without servers neighbours share a host, so that a ring leaves each of them once.
     """
     return "cyclic" if servers else "block"

@@ -1,11 +1,11 @@
-"""What ALADDIN's communication adds to a worker's step where the network is free.
+"""Measure the time that ALADDIN's communication adds to a worker's step on one machine.
 
     python -m benchmarks.step --save --check
     python -m benchmarks.step --model resnet50 --pixels 224 --steps 2 --repeats 3 --save
     python -m benchmarks.step --quick
 
 One server and one worker on this machine, which needs a core for each. The same model on the same
-batch, in turn: plain torch, the same arithmetic on this project's flat vectors, and ALADDIN.
+batch, alternating: plain torch, the same arithmetic on this project's flat vectors, and ALADDIN.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from benchmarks.machine import machine
 
 PROGRAM = "benchmarks.programs.step"
 PIXELS = 32
-"""Of an image's side, unless told otherwise."""
+"""Pixels of an image's side by default."""
 BAR = 1.02
 """Longest step, as a multiple of the same without communication."""
 PLAIN = ("alone", "flat", "busy")
 COMPUTED = {"aladdin": PLAIN, "aladdin-ahead": PLAIN, "aladdin timed": ("sleep",)}
-"""Each case with communication, and those without that it is compared with: the shortest counts."""
+"""Each case with communication, and the cases without (the shortest counts) for comparison."""
 
 Record = Mapping[str, Any]
 NOTES = """\
-Medians of repeats in which the cases take turns, of the mean over the steps of one turn, on the
-slowest worker, without the last, with which a run ends. alone: forward, backward and torch's SGD on
-a fixed batch; flat: the same with the flat vectors and the optimizer of this project, and nothing
-sent; busy: as alone, while the core that a server has in the case aladdin is kept busy by an empty
-loop, which shows what two cores of this machine take from each other; aladdin: training with
-ALADDIN through the public interface. Freed memory is kept for the next step in all cases
-(`aladdin_mpi.process.heap`). Timed: nothing is calculated, a step is a sleep, and messages of the
-model's size are sent. The ratio is over the shortest of the cases without communication; busy
-ratio: over busy; over aladdin and added: what the rule of aladdin-ahead adds to ALADDIN's step, its
-messages of 8 bits included."""
+The cases alternate. Figures are medians over repeats of the mean step of one turn, on the slowest
+worker, without the last step, which ends a run. alone: forward, backward and torch's SGD on a fixed
+batch; flat: the same with the flat vectors and the optimizer of this project, without sending;
+busy: as alone, while an empty loop occupies the core that the server has in the case aladdin, which
+shows the effect of two cores of this machine on each other; aladdin: training with ALADDIN through
+the public interface. Freed memory is kept for the next step in all cases
+(`aladdin_mpi.process.heap`). Timed: a step is a sleep, and messages of the model's size are sent.
+The ratio is relative to the shortest case without communication; busy ratio: relative to busy; over
+aladdin and added: the cost of aladdin-ahead's rule relative to ALADDIN's step, including its 8-bit
+messages."""
 QUICK = {"model": ["digits"], "batch": 2, "steps": 3, "repeats": 1, "compute_time": 0.01}
 
 
 def measure(args: argparse.Namespace) -> list[Record]:
-    """All records of the program."""
+    """Return all records of the program."""
     cases = dict.fromkeys(case for with_, without in COMPUTED.items() for case in (*without, with_))
     options = {
         "--model": args.model,
@@ -64,7 +64,7 @@ def measure(args: argparse.Namespace) -> list[Record]:
 
 
 def rows(records: Sequence[Record], workers: int) -> list[dict[str, Any]]:
-    """The table: for each model one row with computing and one with sleeping."""
+    """Return the table: for each model one row with computing and one with sleeping."""
     found = []
     for model in dict.fromkeys(record["model"] for record in records):
         aladdin = _seconds(records, model, "aladdin")
@@ -88,7 +88,7 @@ def rows(records: Sequence[Record], workers: int) -> list[dict[str, Any]]:
 
 
 def _added(case: str, seconds: float, aladdin: float) -> dict[str, float | None]:
-    """What the rule of aladdin-ahead adds to ALADDIN's step."""
+    """Return the time that aladdin-ahead's rule adds to ALADDIN's step."""
     if case != "aladdin-ahead":
         return {"over aladdin": None, "added, ms": None}
     return {"over aladdin": seconds / aladdin, "added, ms": 1e3 * (seconds - aladdin)}
@@ -99,7 +99,7 @@ def _seconds(records: Sequence[Record], model: str, case: str) -> float:
 
 
 def missed(table: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The rows that exceed the bar, in words."""
+    """Return a description of each row that exceeds the bar."""
     found = []
     for row in table:
         ratio, others = row["ratio"], "one without communication"
@@ -114,19 +114,31 @@ def missed(table: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = harness.make_parser("step", "What ALADDIN's communication adds to a step.")
+    parser = harness.make_parser(
+        "step", "Measure the time that ALADDIN's communication adds to a step."
+    )
     add = parser.add_argument
     most = max(1, (os.cpu_count() or 2) - 1)
-    add("--workers", type=whole(), default=1, help=f"beside one server; here at most {most}")
-    add("--model", nargs="+", default=["resnet56", "vgg16_bn_cifar"], help="for images")
-    add("--batch", type=whole(), default=8, help="samples of a step")
-    add("--pixels", type=whole(), default=PIXELS, help="of an image's side")
-    add("--steps", type=whole(), default=20, help="in one measurement")
-    add("--compute-time", type=positive, default=0.2, help="of a timed step, in s")
-    add("--repeats", type=whole(), default=9, help="of which medians are taken")
-    add("--limit", type=positive, default=1800.0, help="longest run, in s")
+    add(
+        "--workers",
+        type=whole(),
+        default=1,
+        help=f"number of workers with one server; here at most {most}",
+    )
+    add("--model", nargs="+", default=["resnet56", "vgg16_bn_cifar"], help="image models")
+    add("--batch", type=whole(), default=8, help="samples per step")
+    add("--pixels", type=whole(), default=PIXELS, help="pixels of an image's side")
+    add("--steps", type=whole(), default=20, help="number of steps in one measurement")
+    add("--compute-time", type=positive, default=0.2, help="duration of a timed step in s")
+    add(
+        "--repeats",
+        type=whole(),
+        default=9,
+        help="number of measurements of which the median is taken",
+    )
+    add("--limit", type=positive, default=1800.0, help="time limit of a run in s")
     args = quick.parse(parser, argv, QUICK)
     facts = machine()
     table = rows(measure(args), args.workers)

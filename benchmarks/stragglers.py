@@ -1,11 +1,11 @@
-"""The ALADDIN study's table 3: eight workers on four hosts, of which one is slower.
+"""Reproduce the ALADDIN study's table 3: eight workers on four hosts, of which one is slower.
 
-    python -m benchmarks.stragglers --dry-run                  # what it would run, for how long
+    python -m benchmarks.stragglers --dry-run                  # list the runs and their duration
     python -m benchmarks.stragglers --work benchmarks/results/cells --check --save
     python -m benchmarks.stragglers --engine virtual           # a few minutes, without a lab
     python -m benchmarks.stragglers --quick
 
-Over MPI in the network lab (needs root) and in virtual time. Stopped, the same command goes on.
+Runs over MPI in the network lab (requires root) and simulated. Rerun the same command to resume.
 """
 
 from __future__ import annotations
@@ -29,25 +29,24 @@ ALGORITHMS = ("aladdin", "ar-sgd", "osgp", "sgp", "bsp", "asp", "ssp", "easgd", 
 QUICK = {"algorithm": ["aladdin", "ar-sgd"], "slowdown": [1.0, 10.0]}
 OURS = ("aladdin", "aladdin-ahead")
 BAR_IDEAL = 0.97
-"""Smallest share of the ideal speed-up, of ALADDIN in every cell."""
+"""Smallest share of the ideal speedup for ALADDIN in every cell."""
 
 NOTES = f"""\
 {study.COLUMN_NOTES}
 
 {ROW_NOTES}
 
-`ar-sgd` sums by Horovod over MPI, around a ring, which was the fastest of Open MPI's ways in the
-lab; its ranks sleep where MPI would spin, since they share two cores (benchmarks/resting.py). The
-study's SGP overlaps its messages with one step, which is `osgp` here; `sgp` waits for them in every
-step.
+`ar-sgd` sums with Horovod over MPI in a ring, the fastest of Open MPI's algorithms in the lab; its
+ranks sleep instead of spinning, since they share two cores (benchmarks/resting.py). The study's SGP
+overlaps its messages with one step, which is `osgp` here; `sgp` waits for them in every step.
 
-The bars are those of ALADDIN and of `aladdin-ahead`: the speed-up is at least {BAR_IDEAL:.0%} of
-the ideal one, that of the gradients that were sent by themselves is above ALADDIN's published
-figure, and no gradient is dropped."""
+The bars apply to ALADDIN and `aladdin-ahead`: the speedup is at least {BAR_IDEAL:.0%} of the ideal
+one, the speedup by the gradients that were sent individually is above ALADDIN's published figure,
+and no gradient is dropped."""
 
 
 def cells(args: argparse.Namespace) -> list[Cell]:
-    """All cells of a pass."""
+    """Return all cells of a run."""
     return [
         study.cell(workload, algorithm, slowdown, study.WORKERS, args.computing)
         for workload in args.workload
@@ -57,7 +56,7 @@ def cells(args: argparse.Namespace) -> list[Cell]:
 
 
 def row(result: Result) -> dict[str, Any]:
-    """A row of the table."""
+    """Return a row of the table."""
     cell = result.cell
     return {
         "model": cell.workload.name,
@@ -72,7 +71,7 @@ def _published(cell: Cell) -> float | None:
 
 
 def missed(results: Iterable[Result]) -> list[str]:
-    """ALADDIN's cells that miss a bar, in words."""
+    """Return a description of each ALADDIN cell that misses a bar."""
     found = []
     for result in results:
         cell, figure = result.cell, _published(result.cell)
@@ -80,13 +79,13 @@ def missed(results: Iterable[Result]) -> list[str]:
             continue
         if result.speed_up < BAR_IDEAL * cell.ideal:
             found.append(
-                f"{cell.describe()}: a speed-up of {result.speed_up:.2f}, expected at least "
+                f"{cell.describe()}: a speedup of {result.speed_up:.2f}, expected at least "
                 f"{BAR_IDEAL:.0%} of {cell.ideal:.2f}"
             )
         if figure is not None and result.sent_alone <= figure:
             found.append(
-                f"{cell.describe()}: a speed-up of {result.sent_alone:.2f} by gradients sent by "
-                f"themselves, expected above the published {figure:.2f}"
+                f"{cell.describe()}: a speedup of {result.sent_alone:.2f} by gradients sent "
+                f"individually, expected above the published {figure:.2f}"
             )
         if result.main["dropped"]:
             found.append(f"{cell.describe()}: {result.main['dropped']} gradients dropped")
@@ -94,7 +93,7 @@ def missed(results: Iterable[Result]) -> list[str]:
 
 
 def draw(results: Sequence[Result], path: Path) -> None:
-    """Bars for every network, algorithm and slow-down, with marks at the published figures."""
+    """Plot bars for every network, algorithm and slowdown, with marks at the published figures."""
     from matplotlib.figure import Figure
 
     workloads = list(dict.fromkeys(result.cell.workload for result in results))
@@ -114,7 +113,7 @@ def _draw_bars(axis: Axes, workload: Workload, results: Sequence[Result]) -> Non
     for turn, slowdown in enumerate(slowdowns):
         shown = [result for result in results if result.cell.slowdown == slowdown]
         at = [algorithms.index(r.cell.algorithm) + (turn + 0.5) * width - 0.4 for r in shown]
-        label = "all alike" if slowdown == 1 else f"one {slowdown:g} times slower"
+        label = "all equal" if slowdown == 1 else f"one {slowdown:g} times slower"
         axis.bar(at, [r.speed_up for r in shown], width * 0.92, color=f"C{turn}", label=label)
         figures = [_published(result.cell) for result in shown]
         marks += [(x, y) for x, y in zip(at, figures, strict=True) if y is not None]
@@ -128,7 +127,7 @@ def _draw_bars(axis: Axes, workload: Workload, results: Sequence[Result]) -> Non
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The script's own options."""
+    """Add the script's own options."""
     add = parser.add_argument
     add("--algorithm", nargs="+", default=list(ALGORITHMS), help="which")
     add(
@@ -136,13 +135,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=at_least(1),
         nargs="+",
         default=list(published.SLOWDOWNS),
-        help="of worker 0",
+        help="slowdown factors of worker 0",
     )
 
 
 SCRIPT = study.Script(
     NAME,
-    "Throughput with one slower worker, beside the study's.",
+    "Measure throughput with one slower worker, for comparison with the study's.",
     add_options,
     f"{study.WORKERS} workers on {study.HOSTS} hosts at {study.RATE_GBIT:g} Gbit/s, one slower",
     NOTES,
@@ -155,7 +154,7 @@ SCRIPT = study.Script(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     return study.main(SCRIPT, argv)
 
 

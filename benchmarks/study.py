@@ -1,7 +1,7 @@
-"""What the scripts share that reproduce a table: their cells, run by the engines asked for.
+"""Code shared by the scripts that reproduce a table: it runs their cells with the chosen engines.
 
-Virtual time is computed anew at each start, which takes a second or two for a cell. Runs over MPI
-are kept in the folder given by `--work` as they end, and a second start goes on behind them.
+Simulations are repeated at each start, which takes a second or two per cell. Finished MPI runs are
+kept in the folder given by `--work` and reused by the next start.
 """
 
 from __future__ import annotations
@@ -37,41 +37,41 @@ LONGER = {
     "easgd": 2.5,
     "ad-psgd": 2.5,
 }
-"""... or so many times as many, for an algorithm whose bar is a matter of percents, and for those
-whose workers hold up one another without rounds: with VGG-16 they take half a minute to settle."""
+"""... multiplied by this factor for an algorithm whose bar is a matter of percents, and for those
+whose workers delay one another without rounds, which take half a minute to settle with VGG-16."""
 FEWEST = 3
-"""Rounds of an algorithm in which all wait for the slowest."""
+"""Smallest number of rounds of an algorithm in which all wait for the slowest."""
 SETTLING = 20
-"""Steps of the fast workers that the others need, to settle and be counted."""
+"""Smallest number of steps of the fast workers for other algorithms, to settle and be measured."""
 QUICK: Mapping[str, Any] = {"computing": 0.15 * COMPUTING, "workload": [next(iter(WORKLOADS))]}
-"""A reduced pass: short cells of one network."""
+"""Defaults of a reduced run: short cells of one network."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """A cell and its figures, by engine; an engine that was not asked for is missing."""
+    """A cell and its figures by engine; engines that were not requested are missing."""
 
     cell: Cell
     figures: Mapping[str, Mapping[str, Any]]
 
     @property
     def main(self) -> Mapping[str, Any]:
-        """The figures of the run over MPI, or else those of virtual time."""
+        """Return the figures of the MPI run, or else those of the simulation."""
         return self.figures.get("real") or self.figures["virtual"]
 
     @property
     def speed_up(self) -> float:
-        """Of the main engine."""
+        """Return the main engine's speedup."""
         return float(self.main["speed-up"])
 
     @property
     def sent_alone(self) -> float:
-        """The speed-up by gradients that were not added to another before they were sent."""
+        """Return the speedup by gradients that were not added to another before sending."""
         return self.speed_up * (1 - float(self.main["coalesced"]))
 
     @property
     def error(self) -> float | None:
-        """How far virtual time is above the run over MPI, as a share of it; None: not both."""
+        """Return the simulation's relative error against the MPI run; None: one is missing."""
         if len(self.figures) < 2 or not self.figures["real"]["speed-up"]:
             return None
         real = float(self.figures["real"]["speed-up"])
@@ -80,19 +80,19 @@ class Result:
 
 @dataclass(frozen=True)
 class Script:
-    """What one table is made of.
+    """The definition of one table.
 
     Args:
-        name: of the script, and of its files of results.
-        about: what it does, in a line of its help.
-        add_options: to a parser, those that only this script has.
+        name: name of the script and of its result files.
+        about: description for its help.
+        add_options: adds this script's own options to a parser.
         title: the heading.
-        notes: how its columns are defined, in Markdown.
-        cells: all cells of a pass, by the command's arguments.
-        row: of a result.
-        missed: one line for every bar that was not reached.
-        draw: writes the picture of all results into a PNG file.
-        order: of the rows; by default that of the cells.
+        notes: definitions of its columns, in Markdown.
+        cells: returns all cells of a run for the command's arguments.
+        row: returns a result's row.
+        missed: returns one line for every bar that was missed.
+        draw: plots all results into a PNG file.
+        order: sorts the rows; by default they are in the order of the cells.
         reduced: the script's own defaults with `--quick`, by name.
     """
 
@@ -110,7 +110,7 @@ class Script:
 
 
 def main(script: Script, argv: Sequence[str] | None) -> int:
-    """A script's command line; returns the exit status."""
+    """Run a script's command line and return the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = harness.make_parser(script.name, script.about)
     add_options(parser)
@@ -119,7 +119,7 @@ def main(script: Script, argv: Sequence[str] | None) -> int:
 
 
 def carry_out(script: Script, args: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Run the script's cells and publish their table; returns the exit status."""
+    """Run the script's cells, publish their table and return the exit status."""
     cells, store = script.cells(args), CellStore(args.work)
     if args.dry_run:
         print(plan(cells, store))
@@ -143,11 +143,11 @@ def cell(
     computing: float,
     extra: tuple[str, ...] = (),
 ) -> Cell:
-    """A cell of the study's cluster: four hosts, a server on each that is in use.
+    """Return a cell of the study's cluster: four hosts, with a server on each host in use.
 
     Args:
-        workload: a name of `WORKLOADS`.
-        computing: seconds that it aims for; see `iterations`.
+        workload: a key of `WORKLOADS`.
+        computing: intended seconds of computing; see `iterations`.
     """
     hosts = min(HOSTS, workers)
     return Cell(
@@ -165,41 +165,47 @@ def cell(
 
 
 def iterations(workload: str, algorithm: str, slowdown: float, computing: float) -> int:
-    """Steps of a fast worker in about ``computing`` seconds, within what an algorithm needs."""
+    """Return a fast worker's steps in about ``computing`` seconds, or the algorithm's minimum."""
     seconds = WORKLOADS[workload].seconds
     computing *= LONGER.get(algorithm, 1.0)
     ahead = BOUNDED.get(algorithm, 0)
     if ahead or find_algorithm(algorithm).lockstep:
-        # Who may run ahead does so first, and is counted only behind that.
+        # Workers that may run ahead do so first, and are measured only after that.
         fewest = ahead + TICKETS_AHEAD + FEWEST - 1 if ahead else FEWEST
         return max(fewest, round(computing / (seconds * slowdown)))
     return max(SETTLING, round(computing / seconds))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that these scripts have in common."""
+    """Add the options that these scripts share."""
     add = parser.add_argument
-    add("--engine", choices=ENGINES, nargs="+", help="what runs the cells (default: all there are)")
     add(
-        "--work", type=folder, metavar="FOLDER", help="keep runs over MPI here, and go on from them"
+        "--engine",
+        choices=ENGINES,
+        nargs="+",
+        help="engines that run the cells (default: all available)",
     )
+    add("--work", type=folder, metavar="FOLDER", help="keep MPI runs here, and resume from them")
     add(
-        "--computing", type=positive, default=COMPUTING, help="of a cell, in s, as far as it may be"
+        "--computing",
+        type=positive,
+        default=COMPUTING,
+        help="intended computing time of a cell in s",
     )
     add("--workload", choices=list(WORKLOADS), nargs="+", default=list(WORKLOADS), help="networks")
-    add("--dry-run", action="store_true", help="say what would be run and for how long, no more")
+    add("--dry-run", action="store_true", help="only list the runs and their duration")
 
 
 def engines(args: argparse.Namespace) -> tuple[str, ...]:
-    """Those asked for, or all that there are here.
+    """Return the requested engines, or all that are available.
 
     Raises:
-        UserError: the lab was asked for and cannot be built.
+        UserError: the lab was requested and cannot be built.
     """
     reason = Lab.available()
     if args.engine is None:
         if reason:
-            print(f"virtual time only: {reason}", file=sys.stderr)
+            print(f"simulation only: {reason}", file=sys.stderr)
         return ENGINES if reason is None else ENGINES[:1]
     if "real" in args.engine and reason and not args.dry_run:
         raise UserError(f"--engine real: {reason}")
@@ -209,7 +215,7 @@ def engines(args: argparse.Namespace) -> tuple[str, ...]:
 def run(
     cells: Sequence[Cell], names: Sequence[str], store: CellStore, facts: Machine
 ) -> list[Result]:
-    """Run the cells on each engine; those in the store are not run over MPI again."""
+    """Run the cells on each engine; MPI runs in the store are reused."""
     cells = list(dict.fromkeys(cells))
     found: dict[Cell, dict[str, Mapping[str, Any]]] = {cell: {} for cell in cells}
     if "virtual" in names:
@@ -234,12 +240,12 @@ def _all(engine: Engine, cells: Sequence[Cell]) -> Iterable[tuple[Cell, dict[str
 
 
 def _by_lab(cells: Sequence[Cell]) -> list[Cell]:
-    """Those of one lab together; the shortest first, so that mistakes come out soon."""
+    """Sort cells by lab, the shortest first, so that mistakes show early."""
     return sorted(cells, key=lambda cell: (cell.hosts, cell.seconds))
 
 
 def plan(cells: Sequence[Cell], store: CellStore) -> str:
-    """What a pass over MPI would run, and for how long by virtual time."""
+    """Print the MPI runs to do, and their duration according to the simulation."""
     lines, total = [], 0.0
     for cell in _by_lab(list(dict.fromkeys(cells))):
         if store.get(cell) is not None:
@@ -252,7 +258,7 @@ def plan(cells: Sequence[Cell], store: CellStore) -> str:
 
 
 def columns(result: Result, published: float | None) -> dict[str, Any]:
-    """The row of a result, behind what the script puts first."""
+    """Return the row of a result, after the script's own columns."""
     cell, main = result.cell, result.main
     return {
         "ideal": cell.ideal,
@@ -274,18 +280,18 @@ def columns(result: Result, published: float | None) -> dict[str, Any]:
 
 
 COLUMN_NOTES = """\
-Published: the study's figure. Virtual and real: the speed-up in virtual time, computed from the
-network's rate and latency alone, and over MPI in the network lab; error: of virtual time, as a
-share of real. The other columns are those of the real run where there is one. Coalesced: gradients
-that a worker added to a waiting one, as a share of all; sent alone: the speed-up by the others, and
-all are applied; dropped: gradients lost. Cores busy: of
-this machine, by whatever ran on it; stolen: the largest share of its cores over ten seconds that
-its own host kept from it. A run with more than 5 % is made again, up to three times, and the one
-with the least counts. Iterations: of a worker that is not slowed down."""
+Published: the study's figure. Virtual and real: the speedup in the simulation, computed from the
+network's rate and latency alone, and over MPI in the network lab; error: the simulation's, relative
+to real. The other columns are those of the real run if there is one. Coalesced: gradients that a
+worker added to a waiting one, as a share of all; sent alone: the speedup by the others (all are
+applied); dropped: gradients lost. Cores busy: cores of this machine in use by any process; stolen:
+the largest share of its cores over ten seconds that its host withheld. A run with more than 5 % is
+repeated, up to three times, and the one with the least counts. Iterations: of a worker that is not
+slowed down."""
 
 
 def origin(results: Sequence[Result], store: CellStore) -> str:
-    """When the runs over MPI took place, and of which program, in a sentence; or nothing."""
+    """Return a sentence with the dates and commits of the MPI runs, or an empty text."""
     entries = [entry for result in results if (entry := store.get(result.cell)) is not None]
     if not entries or all("real" not in result.figures for result in results):
         return ""

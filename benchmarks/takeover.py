@@ -1,10 +1,10 @@
-"""What a run learns that loses rank 0, a server and two of eight workers, in virtual time.
+"""Measure the accuracy of simulated runs that lose rank 0, a server and two of eight workers.
 
     python -m benchmarks.takeover --check --save
     python -m benchmarks.takeover --quick
 
-Digits, 8 workers and 2 servers where the algorithm has any. Rank 0 dies after a quarter of the run,
-then a worker, the other server and another worker; with `--spares` as many ranks wait.
+Digits, 8 workers and 2 servers if the algorithm has any. Rank 0 fails after a quarter of the run,
+then a worker, the other server and another worker; with `--spares` there is a spare rank for each.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ NAME = "takeover"
 WORKERS = 8
 EPOCHS = 5.0
 STEP = 0.1
-"""Seconds of a worker's step."""
+"""Duration of a worker's step in seconds."""
 BATCH = 16
 EPOCH = 1437
-"""Training samples of digits."""
+"""Number of training samples of digits."""
 START = 1.0
-"""Virtual second at which training begins, ..."""
+"""Simulated second at which training begins, ..."""
 PAUSE = 2.0
-"""... and how long it rests when a group comes apart."""
+"""... and duration of the pause when a group is revoked."""
 
 NOTES = """\
 Test accuracy in %, mean and standard deviation over the seeds. Lost: samples whose gradients were
-on their way, in % of the run's, the mean. Expected: the mean of the disturbed runs within two
-standard deviations of the undisturbed ones' single runs, or above them."""
+in flight, in % of the run's, the mean. Expected: the mean of the disturbed runs within two standard
+deviations of single undisturbed runs, or above."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """An algorithm, and how many spare ranks wait."""
+    """An algorithm and its number of spare ranks."""
 
     algorithm: str
     spares: int = 0
@@ -65,12 +65,12 @@ CASES = (
 
 
 def failures(case: Case, epochs: float) -> dict[int, float]:
-    """Who dies when, in virtual seconds."""
+    """Return the failing ranks and their times, in simulated seconds."""
     length = epochs * EPOCH / (WORKERS * BATCH) * STEP
     servers = 2 if find_algorithm(case.algorithm).has_servers else 0
     first, second = servers + 1, servers + 4
     order = [0, first, 1, second] if servers else [0, first, second]
-    # Those before have cost a pause each.
+    # Each earlier failure has cost a pause.
     return {
         rank: START + length * (0.25 + 0.15 * turn) + PAUSE * turn
         for turn, rank in enumerate(order)
@@ -78,7 +78,7 @@ def failures(case: Case, epochs: float) -> dict[int, float]:
 
 
 def run(case: Case, seed: int, epochs: float, is_disturbed: bool) -> dict[str, Any]:
-    """The summary of one run."""
+    """Return the summary of one run."""
     with tempfile.TemporaryDirectory() as folder:
         words = ["--algorithm", case.algorithm, "--workers", str(WORKERS), "--seed", str(seed)]
         words += ["--epochs", str(epochs), "--batch-size", str(BATCH), "--servers", "2"]
@@ -92,7 +92,7 @@ def run(case: Case, seed: int, epochs: float, is_disturbed: bool) -> dict[str, A
 
 
 def row(case: Case, seeds: int, epochs: float) -> dict[str, Any]:
-    """A row of the table."""
+    """Return a row of the table."""
     calm = [run(case, seed, epochs, False) for seed in range(seeds)]
     hurt = [run(case, seed, epochs, True) for seed in range(seeds)]
     died = [sum("samples_lost" in each for each in found["failures"]) for found in hurt]
@@ -112,11 +112,13 @@ def row(case: Case, seeds: int, epochs: float) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = harness.make_parser(NAME, "What runs learn that lose ranks of every kind.")
-    parser.add_argument("--seeds", type=whole(), default=5, help="runs of each kind")
-    parser.add_argument("--quick", action="store_true", help="one seed and epoch of the first")
+    parser = harness.make_parser(
+        NAME, "Measure the accuracy of runs that lose ranks of every kind."
+    )
+    parser.add_argument("--seeds", type=whole(), default=5, help="number of runs of each kind")
+    parser.add_argument("--quick", action="store_true", help="one seed and one epoch of the first")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     facts = machine()

@@ -1,10 +1,10 @@
-"""Training throughput on the papers' cluster at one tenth scale, with stragglers or without.
+"""Measure training throughput on the papers' cluster at one tenth, with or without stragglers.
 
     python -m benchmarks.throughput --check
     python -m benchmarks.throughput --slowdown 1 2 10 100 -- --wire bf16
 
-Four hosts with links of 1 Gbit/s in the network lab (needs root), eight workers whose computing
-is timed, one server on each host: cells as those of `benchmarks.stragglers`, with any options.
+Four hosts with links of 1 Gbit/s in the network lab (requires root), eight workers with timed
+computing, one server on each host: cells like those of `benchmarks.stragglers`, with any options.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from benchmarks.engines import LabEngine
 from benchmarks.machine import machine
 
 BAR_SPEEDUP = 7.7 / 8
-"""Smallest speed-up of a whole run, for each of the workers that are all alike."""
+"""Smallest speedup of a whole run per worker, with equal workers."""
 BAR_WAIT = 0.02
-"""Largest share of their time that they wait."""
+"""Largest share of time that workers wait."""
 
 NOTES = f"""\
 {ROW_NOTES}
 
-Cores busy: of this machine, by whatever ran on it."""
+Cores busy: cores of this machine in use by any process."""
 
 
 def row(cell: Cell, figures: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of the table."""
+    """Return a row of the table."""
     about = {
         "model": cell.workload.name,
         "algorithm": cell.algorithm,
@@ -45,14 +45,14 @@ def row(cell: Cell, figures: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def missed(table: Iterable[Mapping[str, Any]], workers: int) -> list[str]:
-    """The rows without a straggler that miss a bar, in words."""
+    """Return a description of each row without a straggler that misses a bar."""
     found = []
     for line in table:
         if line["slow-down of one"] > 1:
             continue
         if line["whole run"] < BAR_SPEEDUP * workers:
             found.append(
-                f"{line['model']}: a speed-up of {line['whole run']:.2f} over the whole run, "
+                f"{line['model']}: a speedup of {line['whole run']:.2f} over the whole run, "
                 f"expected at least {BAR_SPEEDUP * workers:.2f}"
             )
         if line["wait fraction"] > BAR_WAIT:
@@ -64,7 +64,7 @@ def missed(table: Iterable[Mapping[str, Any]], workers: int) -> list[str]:
 
 
 def middle(repeats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One row out of several of the same cell: the median of every column of numbers."""
+    """Combine several rows of the same cell: the median of every numeric column."""
     return {
         key: median(row[key] for row in repeats) if isinstance(value, (int, float)) else value
         for key, value in repeats[0].items()
@@ -72,7 +72,7 @@ def middle(repeats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def measure(cells: Sequence[Cell], repeats: int) -> list[dict[str, Any]]:
-    """The table, from runs in one lab; the repeats of a cell lie apart in time."""
+    """Return the table from runs in one lab; the repeats of a cell are spread over time."""
     found: list[list[dict[str, Any]]] = [[] for _ in cells]
     with LabEngine() as engine:
         for _ in range(repeats):
@@ -83,7 +83,7 @@ def measure(cells: Sequence[Cell], repeats: int) -> list[dict[str, Any]]:
 
 
 def cells(args: argparse.Namespace) -> list[Cell]:
-    """A cell for every network and slow-down."""
+    """Return a cell for every network and slowdown."""
     servers = args.hosts if find_algorithm(args.algorithm).has_servers else 0
     about = args.workers, servers, args.hosts, args.rate, args.iterations, tuple(args.extra)
     return [
@@ -94,24 +94,34 @@ def cells(args: argparse.Namespace) -> list[Cell]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = harness.make_parser("throughput", "Training throughput in the network lab.")
+    parser = harness.make_parser("throughput", "Measure training throughput in the network lab.")
     add = parser.add_argument
     add("--workload", choices=list(WORKLOADS), nargs="+", default=list(WORKLOADS), help="models")
-    add("--algorithm", default="aladdin", help="of aladdin_mpi.train")
+    add("--algorithm", default="aladdin", help="algorithm of aladdin_mpi.train")
     add(
         "--slowdown",
         type=at_least(1),
         nargs="+",
         default=[1.0],
-        help="factors of one worker, a row each",
+        help="slowdown factors of one worker, one row each",
     )
-    add("--iterations", type=whole(), default=200, help="of each worker that is not slowed down")
+    add(
+        "--iterations",
+        type=whole(),
+        default=200,
+        help="steps of each worker that is not slowed down",
+    )
     add("--workers", type=whole(), default=8, help="spread over the hosts")
-    add("--hosts", type=whole(), default=4, help="each with a server, if the algorithm has any")
-    add("--rate", type=positive, default=1.0, help="each host's link, in Gbit/s")
-    add("--repeats", type=whole(), default=1, help="runs of each row, of which medians are taken")
+    add(
+        "--hosts",
+        type=whole(),
+        default=4,
+        help="number of hosts, each with a server if the algorithm has any",
+    )
+    add("--rate", type=positive, default=1.0, help="rate of each host's link in Gbit/s")
+    add("--repeats", type=whole(), default=1, help="runs of each row of which the median is taken")
     add("extra", nargs="*", help="after '--': further options for aladdin_mpi.train")
     args = parser.parse_args(argv)
     facts = machine()

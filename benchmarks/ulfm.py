@@ -1,10 +1,10 @@
-"""What surviving costs: throughput with `mpirun --with-ft ulfm` and nobody dead, against without.
+"""Measure the overhead of ULFM: throughput with `mpirun --with-ft ulfm` but without failures.
 
     python -m benchmarks.ulfm --check --save
     python -m benchmarks.ulfm --quick
 
-Both runs of a pair follow each other, the one that is first by turns. Steps as small as can be,
-and those of ResNet-20 on CIFAR-10's size; on this machine alone.
+The two runs of a pair follow each other, in alternating order. Steps are the smallest possible, and
+those of ResNet-20 at CIFAR-10's size; all ranks are on this machine.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from benchmarks.machine import machine
 
 NAME = "ulfm"
 BAR = 0.95
-"""Smallest share of the throughput without."""
+"""Smallest share of the throughput without ULFM."""
 LIMIT = 200.0
 ULFM = ("--with-ft", "ulfm")
 
 NOTES = f"""\
-Samples/s: the median over the pairs of runs. Share: of the throughput without ULFM, the median of
-the pairs' own; its least and largest beside it. Expected: at least {BAR}."""
+Samples/s: the median over the pairs of runs. Share: of the throughput without ULFM, the median over
+the pairs, with the smallest and the largest. Expected: at least {BAR}."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A training that is run with and without."""
+    """A training that is run with and without ULFM."""
 
     name: str
     ranks: int
@@ -58,10 +58,10 @@ CASES = (
 
 
 def samples_per_second(case: Case, survives: bool, epochs: float) -> float:
-    """Of one run.
+    """Return the throughput of one run.
 
     Raises:
-        UserError: it failed.
+        UserError: the run failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
@@ -74,7 +74,7 @@ def samples_per_second(case: Case, survives: bool, epochs: float) -> float:
 
 
 def row(case: Case, pairs: int, shorter: float) -> dict[str, Any]:
-    """A row of the table."""
+    """Return a row of the table."""
     found = []
     for turn in range(pairs):
         order = (False, True) if turn % 2 else (True, False)
@@ -94,10 +94,12 @@ def row(case: Case, pairs: int, shorter: float) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = harness.make_parser(NAME, "What surviving costs while nobody dies.")
-    parser.add_argument("--pairs", type=whole(), default=7, help="of runs, of each training")
+    parser = harness.make_parser(NAME, "Measure the overhead of ULFM without failures.")
+    parser.add_argument(
+        "--pairs", type=whole(), default=7, help="number of pairs of runs of each training"
+    )
     parser.add_argument("--quick", action="store_true", help="one short pair of the first")
     args = parser.parse_args(argv)
     facts = machine()
@@ -108,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for found in rows
         if found["share"] < BAR
     ]
-    title = "Throughput with ULFM while nobody dies"
+    title = "Throughput with ULFM, without failures"
     return harness.publish(NAME, argv, args, facts, harness.Findings(title, rows, NOTES, missed))
 
 

@@ -1,10 +1,10 @@
-"""How far the workers' models are from each other while they train, by algorithm.
+"""Measure the variance among the workers' models during training, by algorithm.
 
     python -m benchmarks.variance --save
     python -m benchmarks.variance --quick
 
-Digits, real gradients in virtual time, every step with its own random time. The measure is
-`model_variance` of a run's metrics.
+Simulations on digits with real gradients and random step times. The measure is `model_variance` in
+a run's metrics.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from benchmarks.results import RESULTS
 ALGORITHMS = ("aladdin", "asp", "easgd", "gosgd", "ad-psgd", "local-sgd", "ar-sgd")
 LR, JITTER, EVAL_EVERY = 0.01, 0.1, 0.25
 LEAST = 1e-9
-"""Of what is drawn."""
+"""Smallest variance in the plot."""
 QUARTERS = ("first quarter", "second", "third", "last")
 Lines = Sequence[Mapping[str, Any]]
-"""The evaluations of a run."""
+"""Evaluations of a run."""
 
-TITLE = "The variance among the workers' models"
+TITLE = "Variance among the workers' models"
 NOTES = f"""\
-Digits in virtual time, {{workers}} workers, {{epochs}} epochs, seeds: {{seeds}}, `--lr {LR}`. Step
-times vary by {JITTER:.0%} (log-normal). Each algorithm has its defaults. Variance: of the workers'
-models x_i, 1/n sum |x_i - mean x|^2 / |mean x|^2, the mean over the evaluations in that quarter of
-the run, one every {EVAL_EVERY:g} epochs, and over the seeds. Accuracy: of the global model at the
-end, in %. `local-sgd` is measured in whatever place between two averages it is."""
+Digits, simulated, {{workers}} workers, {{epochs}} epochs, seeds: {{seeds}}, `--lr {LR}`. Step times
+vary by {JITTER:.0%} (log-normal). Each algorithm has its defaults. Variance: of the workers' models
+x_i, 1/n sum |x_i - mean x|^2 / |mean x|^2, the mean over the evaluations in that quarter of the
+run, one every {EVAL_EVERY:g} epochs, and over the seeds. Accuracy: of the global model at the end,
+in %. `local-sgd` is measured wherever it is between two averages."""
 QUICK = {"algorithms": ["aladdin", "ar-sgd"], "epochs": 2, "seeds": 1, "workers": 4}
 
 
 def train(algorithm: str, seed: int, args: argparse.Namespace) -> tuple[Lines, float]:
-    """One run: its evaluations, and its accuracy in the end."""
+    """Return a run's evaluations and its final accuracy."""
     with tempfile.TemporaryDirectory(prefix="variance-") as folder:
         words = ["--algorithm", algorithm, "--workers", args.workers, "--epochs", args.epochs]
         words += ["--seed", seed, "--lr", LR, "--jitter", JITTER, "--eval-every", EVAL_EVERY]
@@ -58,7 +58,7 @@ def train(algorithm: str, seed: int, args: argparse.Namespace) -> tuple[Lines, f
 
 
 def by_quarter(lines: Lines, epochs: float) -> list[float]:
-    """The mean variance in each quarter of a run."""
+    """Return the mean variance in each quarter of a run."""
     found: list[list[float]] = [[] for _ in QUARTERS]
     for line in lines:
         # An evaluation at the end of a quarter belongs to it.
@@ -69,7 +69,7 @@ def by_quarter(lines: Lines, epochs: float) -> list[float]:
 
 
 def row(algorithm: str, runs: Sequence[tuple[Lines, float]], epochs: float) -> dict[str, Any]:
-    """A line of the table."""
+    """Return a row of the table."""
     quarters = [by_quarter(lines, epochs) for lines, _ in runs]
     means = [fmean(values) for values in zip(*quarters, strict=True)]
     return {
@@ -80,7 +80,7 @@ def row(algorithm: str, runs: Sequence[tuple[Lines, float]], epochs: float) -> d
 
 
 def draw(runs: Mapping[str, Sequence[tuple[Lines, float]]], path: Path) -> None:
-    """The variance over the epochs; algorithms whose workers are the same have no curve."""
+    """Plot the variance over the epochs; algorithms with equal workers have no curve."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.4), layout="constrained")
@@ -94,7 +94,7 @@ def draw(runs: Mapping[str, Sequence[tuple[Lines, float]]], path: Path) -> None:
             name = algorithm if shown else f"{algorithm}: 0"
             axis.plot(x, y, lw=1.0, alpha=0.8, label=None if turn else name, **look)
     axis.set_yscale("log")
-    axis.set_ylim(bottom=LEAST)  # at the very end those that take a last model are all but equal
+    axis.set_ylim(bottom=LEAST)  # at the end, workers that receive a last model are almost equal
     axis.set_xlabel("epochs")
     axis.set_ylabel("variance among the workers' models")
     axis.grid(alpha=0.3)
@@ -103,14 +103,14 @@ def draw(runs: Mapping[str, Sequence[tuple[Lines, float]]], path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns its exit status."""
+    """Run the benchmark and return its exit status."""
     argv = sys.argv[1:] if argv is None else argv
     parser = harness.make_parser("variance", __doc__.splitlines()[0])
     add = parser.add_argument
     add("--algorithms", nargs="+", default=list(ALGORITHMS), metavar="NAME", help="which")
-    add("--epochs", type=whole(), default=10, help="of each run")
-    add("--seeds", type=whole(), default=3, help="runs of each algorithm")
-    add("--workers", type=whole(2), default=8, help="of each run")
+    add("--epochs", type=whole(), default=10, help="epochs of each run")
+    add("--seeds", type=whole(), default=3, help="number of runs of each algorithm")
+    add("--workers", type=whole(2), default=8, help="workers of each run")
     args = quick.parse(parser, argv, QUICK)
     facts = machine()
     runs = {
@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.save == RESULTS:
         notes += "\n\n![Variance over the epochs](variance.png)"
     missed = [
-        f"{name}: workers that are the same after every step have a variance"
+        f"{name}: workers that are equal after every step have a variance"
         for name in {"bsp", "ar-sgd", "multistep"} & set(runs)
         if any(line["model_variance"] for lines, _ in runs[name] for line in lines)
     ]

@@ -1,8 +1,8 @@
-"""Write CIFAR-10 as folders of images, which ``--dataset imagefolder --data-dir FOLDER`` reads.
+"""Write CIFAR-10 as folders of images, for ``--dataset imagefolder --data-dir FOLDER``.
 
 python examples/cifar10_folders.py cifar10
 
-torchvision downloads it, 170 MB, into FOLDER-download; 60,000 PNG files take a minute.
+torchvision downloads 170 MB into FOLDER-download. Writing 60,000 PNG files takes a minute.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torchvision.datasets import CIFAR10
 
 
 def write(images: Iterable[tuple[Image.Image, int]], classes: Sequence[str], folder: Path) -> None:
-    """Write ``folder/CLASS/NUMBER.png`` for each image and the index of its class."""
+    """Write each image, given with its class index, to ``folder/CLASS/NUMBER.png``."""
     for name in classes:
         (folder / name).mkdir(parents=True, exist_ok=True)
     for number, (image, label) in enumerate(images):
@@ -24,7 +24,7 @@ def write(images: Iterable[tuple[Image.Image, int]], classes: Sequence[str], fol
 
 
 def main(folder: Path) -> None:
-    """Download and write both parts."""
+    """Download CIFAR-10 and write both splits."""
     for part, train in (("train", True), ("test", False)):
         data = CIFAR10(f"{folder}-download", train=train, download=True)
         write((data[i] for i in range(len(data))), data.classes, folder / part)

@@ -1,4 +1,4 @@
-"""A data set and a model of one's own, trained by the command.
+"""Define a data set and a model to train with the command.
 
 cd examples
 mpirun -np 4 python -m aladdin_mpi.train --model own_data:net --dataset own_data:data
@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 
 class Spirals(Dataset[tuple[Tensor, int]]):
-    """Points of the plane on two spirals, which a network has to tell apart."""
+    """Points on two spirals in the plane, labelled with the spiral."""
 
     classes = ("left", "right")
 
@@ -32,12 +32,12 @@ class Spirals(Dataset[tuple[Tensor, int]]):
 
 
 def data() -> tuple[Spirals, Spirals]:
-    """What to train on, and what to test with."""
+    """Return the training and the test set."""
     return Spirals(4000, seed=1), Spirals(1000, seed=2)
 
 
 def net(num_classes: int) -> nn.Module:
-    """Map points (N, 2) to (N, num_classes)."""
+    """Return an MLP that maps points (N, 2) to (N, num_classes)."""
     return nn.Sequential(
         nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, num_classes)
     )

@@ -1,4 +1,4 @@
-"""A training loop in plain PyTorch; the lines marked with "# +" are what aladdin_mpi adds.
+"""A plain PyTorch training loop; lines marked with "# +" are added or changed for aladdin_mpi.
 
 mpirun -np 4 python examples/own_loop.py
 """
@@ -14,7 +14,7 @@ from aladdin_mpi import DataParallel, load_dataset  # +
 
 
 class Net(nn.Module):
-    """A small network for images of 8x8 pixels."""
+    """A small convolutional network for images of 8x8 pixels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Net(nn.Module):
 
 
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """The share of the images that ``model`` names rightly."""
+    """Return the fraction of images that the model classifies correctly."""
     with torch.no_grad():
         return (model(images).argmax(1) == labels).float().mean().item()
 
@@ -37,10 +37,10 @@ def main() -> None:
     data = load_dataset("digits")
     model = Net()
     run = DataParallel(model, algorithm="aladdin-ahead", epochs=10, batch_size=32, lr=0.05)  # +
-    for images, labels in run.batches(data.train):  # + where a DataLoader was
+    for images, labels in run.batches(data.train):  # + instead of a DataLoader
         loss = functional.cross_entropy(model(images), labels, label_smoothing=0.1)
         loss.backward()
-        run.step(loss)  # + where optimizer.step() and zero_grad() were
+        run.step(loss)  # + instead of optimizer.step() and zero_grad()
     if run.transport.rank == 0:  # +
         images, labels = default_collate([data.test[i] for i in range(len(data.test))])
         print(f"accuracy {accuracy(model, images, labels):.4f}")

@@ -1,22 +1,23 @@
 # shellcheck shell=bash
-# What the batch scripts have in common: place ranks, start them, pass signals on, requeue.
+# Shared functions of the batch scripts: place and start ranks, forward signals, requeue.
 
-# SIGUSR2, which Slurm sends to this shell before the time limit, and SIGUSR1 go to the ranks.
+# SIGUSR2, which Slurm sends to this shell before the time limit, and SIGUSR1 are forwarded to the
+# ranks.
 STEP=
-CAME=
+RECEIVED_SIGNAL=
 SPREAD_SERVERS=${SPREAD_SERVERS:-no}
 SURVIVE=${SURVIVE:-auto}
 RESTARTS=${RESTARTS:-0}
 SPARE_NODES=${SPARE_NODES:-0}
 SPARES=${SPARES:-0}
-STARTED=0 # how often the ranks have been started
-trap 'pass_on USR1' USR1
-trap 'pass_on USR2' USR2
+STARTED=0 # number of times the ranks have been started
+trap 'forward_signal USR1' USR1
+trap 'forward_signal USR2' USR2
 
-ALADDIN_STOPPED=75 # status of a run that a signal has stopped behind a checkpoint
+ALADDIN_STOPPED=75 # status of a run that wrote a checkpoint and stopped because of a signal
 
 if [ -z "${SLURM_JOB_ID:-}" ]; then
-    echo "$ALADDIN_SCRIPT: not inside a Slurm job; submit it: sbatch slurm/$ALADDIN_SCRIPT ..." >&2
+    echo "$ALADDIN_SCRIPT: not inside a Slurm job. Submit it: sbatch slurm/$ALADDIN_SCRIPT ..." >&2
     exit 2
 fi
 # shellcheck source=slurm/site.sh
@@ -27,7 +28,7 @@ fail() {
     exit 2
 }
 
-# option NAME WORDS...: print the value of --NAME among the words; fails if it is not there.
+# option NAME WORDS...: print the value of --NAME among the words; fails if it is missing.
 option() {
     local name=$1 found=1 value=
     shift
@@ -42,7 +43,7 @@ option() {
     return $found
 }
 
-# job_name: this job as scontrol knows it.
+# job_name: print the name of this job for scontrol.
 job_name() {
     if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
         echo "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"
@@ -51,9 +52,8 @@ job_name() {
     fi
 }
 
-# complete_options WORDS...: set OPTIONS to the words, and RUN_DIR; add what lets the job go on
-# where it was stopped: a run folder that is the same after a requeue, and checkpoints. Say how many
-# ranks are spare.
+# complete_options WORDS...: set OPTIONS to the words, and RUN_DIR. Add the options that let a
+# requeued job resume (the same run folder, and checkpoints), and the number of spare ranks.
 complete_options() {
     OPTIONS=("$@")
     check_spares "$@"
@@ -68,21 +68,21 @@ complete_options() {
     option checkpoint-every "$@" >/dev/null || OPTIONS+=(--checkpoint-every 15min)
 }
 
-# check_spares WORDS...: whether SPARES can be had, with these options.
+# check_spares WORDS...: fail if SPARES cannot be used with these options.
 check_spares() {
     if option spares "$@" >/dev/null; then
-        fail "--spares: set by this script, which adds the ranks; write SPARES=1 sbatch ..."
+        fail "--spares: this script sets it. Use SPARES=1 sbatch ... instead."
     elif ! [[ $SPARES =~ ^[0-9]{1,6}$ ]]; then
         fail "SPARES: expected a number of ranks, got '$SPARES'"
     elif [ "$SPARES" -gt 0 ] && [ "$LAUNCHER" != mpirun ]; then
-        fail "SPARES=$SPARES: expected LAUNCHER=mpirun, got '$LAUNCHER', with which a death ends" \
-            "the run; use that, or RESTARTS"
+        fail "SPARES=$SPARES: spare ranks require LAUNCHER=mpirun, got '$LAUNCHER'. Use" \
+            "LAUNCHER=mpirun, or RESTARTS."
     elif [ "$SPARES" -gt 0 ] && [ "$SURVIVE" = no ]; then
-        fail "SPARES=$SPARES: expected SURVIVE=auto or yes, got no, with which a death ends the run"
+        fail "SPARES=$SPARES: spare ranks require SURVIVE=auto or yes, got no"
     fi
 }
 
-# workers_per_node: one for each GPU of a node, or each task that was asked for where it has none.
+# workers_per_node: print the number of GPUs of a node, or of requested tasks if it has none.
 workers_per_node() {
     local gpus=${SLURM_GPUS_ON_NODE:-0}
     if [ "$gpus" = 0 ]; then
@@ -96,8 +96,8 @@ count_servers() {
     SERVERS=$("$PYTHON" -m aladdin_mpi.servers "${OPTIONS[@]}") || exit $?
 }
 
-# place_ranks SERVERS WORKERS HOSTS...: so many workers on each host, and the servers on the first
-# one, or dealt to the hosts in turn. Sets PLACES (the host of each rank) and SLOTS (HOST:RANKS).
+# place_ranks SERVERS WORKERS HOSTS...: place WORKERS workers on each host, and the servers on the
+# first host or round-robin. Sets PLACES (the host of each rank) and SLOTS (HOST:RANKS).
 place_ranks() {
     local servers=$1 workers=$2 among=1 place count i
     shift 2
@@ -122,8 +122,8 @@ place_ranks() {
     export ALADDIN_WORKERS=$workers
 }
 
-# place_run HOSTS...: the ranks of a run with OPTIONS; its SPARES are the last ones, on the hosts in
-# turn from the last one on.
+# place_run HOSTS...: place the ranks of a run with OPTIONS. The SPARES are the last ranks, on the
+# hosts in turn from the last host backwards.
 place_run() {
     local hosts=("$@") place i
     place_ranks "$SERVERS" "$(workers_per_node)" "$@"
@@ -135,17 +135,17 @@ place_run() {
     done
 }
 
-# tell_places: say where the ranks of the run are.
-tell_places() {
-    local spare=
+# print_placement: print the placement of the run's ranks.
+print_placement() {
+    local spares=
     if [ "$SPARES" -gt 0 ]; then
-        spare=" and $SPARES wait"
+        spares=", spare ranks: $SPARES"
     fi
-    echo "${#PLACES[@]} ranks, of which $SERVERS serve$spare; host:ranks ${SLOTS[*]}"
+    echo "${#PLACES[@]} ranks (servers: $SERVERS$spares); host:ranks ${SLOTS[*]}"
 }
 
-# start_ranks PROGRAM...: start it in the background on all PLACES, so that this shell can pass
-# signals on, and wait for its end. Returns its status.
+# start_ranks PROGRAM...: start the program on all PLACES and wait for it. It runs in the background
+# so that this shell can forward signals. Returns its status.
 start_ranks() {
     local bind=()
     if [ ${#SITE_CORES[@]} -gt 0 ]; then
@@ -161,17 +161,17 @@ start_ranks() {
 }
 
 start_srun() {
-    if [ -n "${HET_GROUPS:-}" ]; then # Slurm itself has placed the tasks
+    if [ -n "${HET_GROUPS:-}" ]; then # Slurm places the tasks
         srun --het-group="$HET_GROUPS" --mpi="$SRUN_MPI" --kill-on-bad-exit=0 --wait=60 \
             "${SITE_SRUN[@]}" "$@" &
         STEP=$!
         return
     fi
-    # A list of places instead of numbers a node: the first node has more ranks than the others.
-    # Its servers share its cores (--overcommit): they wait for messages most of the time.
-    # A rank that ends before the others must not take them with it (--kill-on-bad-exit=0), as all
-    # end with a status of their own when a signal stops the run; one that dies ends the job after
-    # a minute at the latest.
+    # A list of places instead of a number per node, because the first node has more ranks than the
+    # others. Its servers share cores (--overcommit): they wait for messages most of the time.
+    # When a signal stops the run, every rank exits with a non-zero status at its own time, which
+    # must not kill the others (--kill-on-bad-exit=0). A rank that fails ends the job after at most
+    # a minute (--wait).
     PLACES_FILE=$(mktemp "${TMPDIR:-/tmp}/aladdin-places.XXXXXX")
     printf '%s\n' "${PLACES[@]}" >"$PLACES_FILE"
     (
@@ -193,8 +193,8 @@ start_mpirun() {
     STEP=$!
 }
 
-# set_survival: set SURVIVAL to the options of mpirun with which the others go on when a rank dies,
-# where SURVIVE asks for that and Open MPI can do it.
+# set_survival: set SURVIVAL to the options of mpirun with which the surviving ranks continue after
+# a failure, if SURVIVE requests it and Open MPI supports it.
 set_survival() {
     SURVIVAL=()
     case $SURVIVE in
@@ -207,38 +207,39 @@ set_survival() {
     elif [[ "$(mpirun --version 2>/dev/null)" =~ \(Open\ MPI\)\ ([5-9]|[1-9][0-9])\. ]]; then
         SURVIVAL=(--with-ft ulfm)
     elif [ "$SPARES" -gt 0 ]; then
-        fail "SPARES=$SPARES: expected the mpirun of Open MPI 5 or later; use that, or RESTARTS"
+        fail "SPARES=$SPARES: spare ranks require the mpirun of Open MPI 5 or later. Use that," \
+            "or RESTARTS."
     elif [ "$SURVIVE" = yes ]; then
-        fail "SURVIVE=yes: expected the mpirun of Open MPI 5 or later; use SURVIVE=auto, or RESTARTS"
+        fail "SURVIVE=yes requires the mpirun of Open MPI 5 or later. Use SURVIVE=auto, or RESTARTS."
     fi
 }
 
 await_step() {
     local status=0
-    if [ -n "$CAME" ]; then
-        pass_on "$CAME"
+    if [ -n "$RECEIVED_SIGNAL" ]; then
+        forward_signal "$RECEIVED_SIGNAL"
     fi
-    # A signal ends `wait` before the step has ended.
+    # A signal interrupts `wait` before the step has ended.
     while status=0 && { wait "$STEP" || status=$?; } && kill -0 "$STEP" 2>/dev/null; do :; done
     STEP=
     rm -f "${PLACES_FILE:-}"
     return "$status"
 }
 
-pass_on() {
-    CAME=$1
+forward_signal() {
+    RECEIVED_SIGNAL=$1
     if [ -n "$STEP" ]; then
-        echo "$ALADDIN_SCRIPT: SIG$1, passed on to the ranks"
+        echo "$ALADDIN_SCRIPT: forwarding SIG$1 to the ranks"
         kill -s "$1" "$STEP" 2>/dev/null || true
     fi
 }
 
-# last_checkpoint: its name, or nothing.
+# last_checkpoint: print the name of the last checkpoint, or nothing.
 last_checkpoint() {
     local path name last=
     for path in "$RUN_DIR"/checkpoint/samples-*/manifest.json; do
         name=$(basename "$(dirname "$path")")
-        # Copies that somebody has put beside it have other names.
+        # Skip the user's copies, which have other names.
         if [[ $name =~ ^samples-[0-9]{12,}$ ]]; then
             last=$name
         fi
@@ -246,40 +247,40 @@ last_checkpoint() {
     echo "$last"
 }
 
-# place_on_nodes: place the ranks of a run with OPTIONS on the job's nodes, but SPARE_NODES. Behind
-# a failure only those nodes count that still answer.
+# place_on_nodes: place the ranks of a run with OPTIONS on the job's nodes, except SPARE_NODES.
+# After a failure, use only nodes that still respond.
 place_on_nodes() {
-    local node answering=() all=()
+    local node responding=() all=()
     mapfile -t all < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     if [ "$SPARE_NODES" -ge ${#all[@]} ]; then
         fail "SPARE_NODES: expected fewer than the job's ${#all[@]} nodes, got '$SPARE_NODES'"
     fi
     for node in "${all[@]}"; do
-        if [ "$STARTED" = 0 ] || answers "$node"; then
-            answering+=("$node")
+        if [ "$STARTED" = 0 ] || responds "$node"; then
+            responding+=("$node")
         else
-            echo "$ALADDIN_SCRIPT: node $node does not answer; the run goes on without it" >&2
+            echo "$ALADDIN_SCRIPT: node $node does not respond; the run continues without it" >&2
         fi
     done
-    [ ${#answering[@]} -gt 0 ] || return 1
-    place_run "${answering[@]:0:$((${#all[@]} - SPARE_NODES))}"
+    [ ${#responding[@]} -gt 0 ] || return 1
+    place_run "${responding[@]:0:$((${#all[@]} - SPARE_NODES))}"
 }
 
-answers() {
+responds() {
     timeout 30 srun --overlap --nodelist="$1" --nodes=1 --ntasks=1 --gpus=0 true \
         >/dev/null 2>&1 </dev/null
 }
 
-# may_restart STATUS CHECKPOINT: whether a run that has ended so is worth another start: it failed,
-# not by its options, and has a checkpoint behind the one it began with.
+# may_restart STATUS CHECKPOINT: succeed if the run should be restarted: it failed, its options are
+# valid, and it has written a checkpoint since CHECKPOINT, with which it began.
 may_restart() {
-    [ "$1" != 0 ] && [ "$1" != 2 ] && [ "$1" != $ALADDIN_STOPPED ] && [ -z "$CAME" ] &&
+    [ "$1" != 0 ] && [ "$1" != 2 ] && [ "$1" != $ALADDIN_STOPPED ] && [ -z "$RECEIVED_SIGNAL" ] &&
         [ "$STARTED" -le "$RESTARTS" ] && [ -z "${HET_GROUPS:-}" ] &&
         [ "$(last_checkpoint)" != "$2" ]
 }
 
-# train OPTIONS...: train on PLACES; if a signal stops the run, put the job into the queue again; if
-# it fails, start it again up to RESTARTS times. Returns the status of the training.
+# train OPTIONS...: train on PLACES. Requeue the job if a signal stops the run; restart the run up
+# to RESTARTS times if it fails. Returns the status of the training.
 train() {
     local status before ranks
     while :; do
@@ -288,8 +289,8 @@ train() {
         STARTED=$((STARTED + 1))
         start_ranks "$PYTHON" -m aladdin_mpi.train "$@" || status=$?
         if [ $status = 0 ] && [ ! -e "$RUN_DIR/summary.json" ]; then
-            # So Open MPI's mpirun ends when it has lost a host.
-            echo "$ALADDIN_SCRIPT: the run has ended without a summary.json; submit it again with" \
+            # Open MPI's mpirun exits like this when it loses a host.
+            echo "$ALADDIN_SCRIPT: the run ended without a summary.json. Submit it again with" \
                 "--run-dir $RUN_DIR --resume auto" >&2
             status=1
         fi
@@ -299,8 +300,8 @@ train() {
         if [ ${#PLACES[@]} != "$ranks" ]; then
             set -- "$@" --allow-resize
         fi
-        echo "$ALADDIN_SCRIPT: the run has failed (status $status); restart $STARTED of $RESTARTS" \
-            "at $(last_checkpoint), ${#PLACES[@]} ranks; host:ranks ${SLOTS[*]}"
+        echo "$ALADDIN_SCRIPT: the run failed (status $status); restart $STARTED of $RESTARTS" \
+            "from $(last_checkpoint), ${#PLACES[@]} ranks; host:ranks ${SLOTS[*]}"
     done
     if [ $status = $ALADDIN_STOPPED ]; then
         requeue "$before"
@@ -310,14 +311,13 @@ train() {
 
 requeue() {
     if [ "$(last_checkpoint)" = "$1" ]; then
-        echo "$ALADDIN_SCRIPT: not put into the queue again: there is no checkpoint behind the" \
-            "one it began with; ask for more time" >&2
+        echo "$ALADDIN_SCRIPT: not requeued, because no checkpoint has been written since" \
+            "the job started. Request a longer time limit." >&2
         return
     fi
-    echo "$ALADDIN_SCRIPT: stopped at $(last_checkpoint);" \
-        "put into the queue again as $(job_name)"
+    echo "$ALADDIN_SCRIPT: stopped at $(last_checkpoint); requeueing job $(job_name)"
     if ! scontrol requeue "$(job_name)"; then
-        echo "$ALADDIN_SCRIPT: could not be put into the queue again; submit it again with" \
+        echo "$ALADDIN_SCRIPT: the job could not be requeued. Submit it again with" \
             "--run-dir $RUN_DIR --resume auto" >&2
         return
     fi

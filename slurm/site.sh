@@ -1,19 +1,19 @@
 # shellcheck shell=bash disable=SC2034
-# What differs by site, in one place. The batch scripts source it; so it may set anything for the
-# ranks. ALADDIN_SITE names the profile, a file of slurm/sites; `generic` is the default:
+# Site-specific settings. The batch scripts source this file, so it can set any variable for the
+# ranks. ALADDIN_SITE names the profile, a file in slurm/sites; the default is `generic`:
 #
 #   ALADDIN_SITE=lumi sbatch --account=project_1 --partition=standard-g slurm/train.sbatch ...
 #
-# A profile may set these. What stands in the environment when the job is submitted goes over it,
-# but for the lists.
-#   PYTHON          the interpreter of the environment that has aladdin_mpi
+# A profile can set the variables below. Except for the lists, the environment in which the job is
+# submitted overrides them.
+#   PYTHON          Python interpreter of the environment with aladdin_mpi
 #   LAUNCHER        srun, or mpirun inside the allocation
-#   SRUN_MPI        how srun starts MPI; `srun --mpi=list` says what the site has
-#   INTERFACE       network interfaces between nodes, by commas; empty: the libraries choose
-#   SITE_SRUN       list: further options of srun
-#   SITE_MPIRUN     list: further options of mpirun
-#   SITE_CORES      list: the cores near GPU 0, 1 ... as taskset takes them; empty: not bound
-# Modules are loaded here as well, the same as when mpi4py was installed.
+#   SRUN_MPI        value of srun --mpi; `srun --mpi=list` lists the choices
+#   INTERFACE       network interfaces between nodes, comma-separated; empty: default of the MPI
+#   SITE_SRUN       list: additional options of srun
+#   SITE_MPIRUN     list: additional options of mpirun
+#   SITE_CORES      list: cores near GPU 0, 1 ... in the format of taskset; empty: no binding
+# A profile also loads the modules that were loaded when mpi4py was installed.
 
 ALADDIN_SITE=${ALADDIN_SITE:-generic}
 SITE_SRUN=()
@@ -25,7 +25,7 @@ if [ ! -f "$ALADDIN_SLURM/sites/$ALADDIN_SITE.sh" ]; then
         "$(cd "$ALADDIN_SLURM/sites" && echo *.sh | sed 's/\.sh//g'), got '$ALADDIN_SITE'" >&2
     exit 2
 fi
-set +u # `module` uses variables that may not be set
+set +u # `module` may use unset variables
 # shellcheck source=slurm/sites/generic.sh
 . "$ALADDIN_SLURM/sites/$ALADDIN_SITE.sh"
 set -u

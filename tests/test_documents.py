@@ -10,7 +10,7 @@ import pytest
 from tests.launch import ROOT
 
 DOCUMENTS = sorted(
-    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks" / "README.md"]
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
 )
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s]*)\)")
 

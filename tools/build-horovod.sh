@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Builds Horovod for the torch and the MPI of .venv and installs it there; does nothing when that
-# has been done. About two minutes on two cores.
+# Build Horovod for the torch and MPI of .venv, and install it there. Does nothing if the installed
+# build is up to date. Takes about two minutes on two cores.
 #
 #   tools/build-horovod.sh
 #
-# From the environment:
+# Environment variables:
 #   HOROVOD_GPU_OPERATIONS=NCCL   reduce on GPUs with NCCL; needs the CUDA toolkit (nvcc) and NCCL
-#   CXX                           the C++ compiler
-#   JOBS                          compilers that run at once (the number of cores, at most 8)
+#   CXX                           C++ compiler
+#   JOBS                          number of parallel compilers (default: cores, at most 8)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-version=0.28.1 # the last release; `change` below is written for it
+version=0.28.1 # the last release; the calls of `change` below are written for it
 venv=$PWD/.venv
 installed=$venv/.installed-horovod
 
@@ -20,7 +20,8 @@ fail() {
     exit 1
 }
 
-# What the build depends on. torch's C++ interface changes with every version.
+# signature: print everything that the build depends on. torch's C++ interface changes with every
+# version.
 signature() {
     pwd
     printf 'gpu: %s\n' "${HOROVOD_GPU_OPERATIONS:-none}"
@@ -46,7 +47,7 @@ up_to_date() {
 check_tools() {
     local compiler
     "$venv/bin/python" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("torch"))' ||
-        fail "torch is not installed in $venv, and Horovod is built against it." \
+        fail "torch is not installed in $venv; Horovod is built against it." \
             "Install it: tools/setup-venv.sh run"
     for compiler in "${CXX:-}" c++ g++ clang++; do
         if [ -n "$compiler" ] && command -v "$compiler" >/dev/null; then
@@ -55,12 +56,12 @@ check_tools() {
         compiler=
     done
     [ -n "$compiler" ] ||
-        fail "there is no C++ compiler: neither \$CXX nor c++, g++ or clang++ was found." \
+        fail "no C++ compiler was found: tried \$CXX, c++, g++ and clang++." \
             "On Debian and Ubuntu: apt-get update && apt-get install g++"
     command -v make >/dev/null ||
-        fail "there is no 'make'. On Debian and Ubuntu: apt-get update && apt-get install make"
+        fail "'make' was not found. On Debian and Ubuntu: apt-get update && apt-get install make"
     command -v mpicxx >/dev/null ||
-        fail "there is no 'mpicxx', the compiler of an MPI, in $venv/bin or on the PATH." \
+        fail "'mpicxx', an MPI's compiler, was not found in $venv/bin or on the PATH." \
             "Install Open MPI into $venv (tools/setup-venv.sh run), or load your site's MPI."
 }
 
@@ -70,23 +71,23 @@ install() {
 
 install_build_tools() {
     install cmake wheel 'setuptools>=64' cffi cloudpickle packaging psutil pyyaml ||
-        fail "the build tools and Horovod's own dependencies could not be installed (above)."
-    command -v cmake >/dev/null || fail "there is no 'cmake' in $venv/bin or on the PATH."
+        fail "the build tools and Horovod's dependencies could not be installed; see above."
+    command -v cmake >/dev/null || fail "'cmake' was not found in $venv/bin or on the PATH."
 }
 
 download() {
-    # pip asks the package for its metadata, for which it has to run its setup.py.
+    # pip runs the package's setup.py to read its metadata.
     "$venv/bin/python" -m pip download --quiet --no-deps --no-build-isolation \
         --no-binary horovod --dest "$build" "horovod==$version" ||
-        fail "the source of Horovod $version could not be downloaded (above)."
+        fail "the source of Horovod $version could not be downloaded; see above."
     tar -xzf "$build/horovod-$version.tar.gz" -C "$build"
 }
 
-# change FILE OLD NEW: replaces OLD, a fixed string on one line, wherever it stands.
+# change FILE OLD NEW: replace all occurrences of OLD, a fixed string within one line.
 change() {
     grep -qF -- "$2" "$1" ||
         fail "$1 of Horovod $version has no line with '$2'." \
-            "The changes in tools/build-horovod.sh are for another version: look them through."
+            "Check the changes in tools/build-horovod.sh, which were written for another version."
     "$venv/bin/python" - "$@" <<'PYTHON'
 import sys
 from pathlib import Path
@@ -96,7 +97,7 @@ file.write_text(file.read_text().replace(old, new))
 PYTHON
 }
 
-# What a current torch needs, and what keeps a CUDA compiler that is there by chance out of it.
+# Adapt the source to current torch versions, and ignore a CUDA compiler that was not requested.
 change_source() {
     local file
     for file in CMakeLists.txt horovod/torch/CMakeLists.txt; do
@@ -113,24 +114,24 @@ change_source() {
 }
 
 build_and_install() {
-    local jobs=${JOBS:-$(env -u OMP_NUM_THREADS nproc)} # which is what nproc would print
-    unset MAKELEVEL MFLAGS # of a `make` that calls this script
-    # Nothing else than torch over MPI. Its setup.py would run eight compilers, and leave 50 MB
-    # of debug symbols.
+    local jobs=${JOBS:-$(env -u OMP_NUM_THREADS nproc)} # nproc honours OMP_NUM_THREADS
+    unset MAKELEVEL MFLAGS # set if `make` calls this script
+    # Build for torch over MPI only. By default, setup.py runs eight compilers and leaves 50 MB of
+    # debug symbols.
     LDFLAGS="${LDFLAGS:-} -s" MAKEFLAGS=-j$((jobs < 8 ? jobs : 8)) \
         HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 \
         HOROVOD_WITH_MPI=1 HOROVOD_CPU_OPERATIONS=MPI HOROVOD_WITHOUT_GLOO=1 \
         "$venv/bin/python" -m pip install --no-build-isolation --no-deps --force-reinstall \
         --no-cache-dir . >"$build/log" 2>&1 || {
         cat "$build/log" >&2
-        fail "Horovod could not be compiled (above)."
+        fail "Horovod could not be compiled; see above."
     }
 }
 
 [ -x "$venv/bin/python" ] ||
-    fail "there is no environment $venv. Make it first: tools/setup-venv.sh run"
+    fail "the environment $venv does not exist. Create it first: tools/setup-venv.sh run"
 PATH=$venv/bin:$PATH
-[ -n "${HOROVOD_GPU_OPERATIONS:-}" ] || unset HOROVOD_GPU_OPERATIONS # empty is none
+[ -n "${HOROVOD_GPU_OPERATIONS:-}" ] || unset HOROVOD_GPU_OPERATIONS # treat empty as unset
 if up_to_date; then
     exit 0
 fi

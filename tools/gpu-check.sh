@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Checks the package on a machine with a GPU: python -m benchmarks.gpu_check, from any folder.
+# Check the package on a machine with a GPU. Runs python -m benchmarks.gpu_check from any folder.
 #
 #   tools/gpu-check.sh [--bundle FOLDER] [--only PART] [--device test]
 #
-# PYTHON is the interpreter (.venv's if there is one, else python3). --bundle, which comes first,
-# names a folder of `make gpu-check-bundle`: the dependencies for a machine that has Python 3.12,
-# torch and torchvision, and no network. Nothing is installed.
+# PYTHON is the interpreter (default: .venv's, or python3). --bundle must come first. It names a
+# folder written by `make gpu-check-bundle`: the dependencies for a machine that has Python 3.12,
+# torch and torchvision, but no network access. Nothing is installed.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 
@@ -17,7 +17,7 @@ fail() {
 bundle=
 if [ "${1:-}" = --bundle ]; then
     [ -f "${2:-}/lib/libmpi.so.40" ] ||
-        fail "--bundle: expected a folder of 'make gpu-check-bundle', got '${2:-}'."
+        fail "--bundle: expected a folder written by 'make gpu-check-bundle', got '${2:-}'."
     bundle=$(cd "$2" && pwd)
     shift 2
 fi
@@ -31,7 +31,7 @@ fi
 if [ -n "$bundle" ]; then
     "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' ||
         fail "the bundle is for Python 3.12; '$python' is $("$python" --version 2>&1)." \
-            "Name another one: PYTHON=python3.12 tools/gpu-check.sh --bundle FOLDER"
+            "Select another one: PYTHON=python3.12 tools/gpu-check.sh --bundle FOLDER"
     export PATH=$bundle/bin:$PATH PYTHONPATH=$bundle${PYTHONPATH:+:$PYTHONPATH}
     export MPI4PY_LIBMPI=$bundle/lib/libmpi.so.40 PYTHONDONTWRITEBYTECODE=1
 fi

@@ -44,7 +44,7 @@ PACKAGE = Path(simulate.__file__).parent
 ROLES = ("AladdinWorker", "AladdinServer")
 """Classes of the algorithm that is traced."""
 PI = 7919
-"""A value that nothing else in the run has."""
+"""A value that occurs nowhere else in the run."""
 OPTION = {PI, str(PI), "--aladdin-pi", "aladdin-pi", "aladdin_pi"}
 
 
@@ -225,7 +225,7 @@ TRACERS = {"gradient": GradientTracer, "option": OptionTracer, "first-step": Tra
 
 
 def main(trace: str) -> None:
-    """Trace a run, or be the training script of the run that is traced."""
+    """Trace a run, or act as the training script of the traced run."""
     if trace == "train":
         train()
         return

@@ -57,7 +57,7 @@ def add_packed(
 
 UNDER_WAY = 2
 """Collectives under way at a time. With one the links idle from its end on one rank to the start
-of the next on another; with more the first ones end later (docs/reference/algorithms.md)."""
+of the next on another; with more the first ones end later (docs/design/algorithm-choices.md)."""
 
 
 class InOrder:

@@ -1,4 +1,4 @@
-"""The options of a comparison, and the command line they share with those of its runs."""
+"""The options of a comparison, and its command line, which also contains those of its runs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from aladdin_mpi.options.run import RunOptions, SimulateOptions, TrainOptions
 
 PROG = "aladdin_mpi.compare"
 DESCRIPTION = (
-    "Compare algorithms with the same model, data, seeds, number of workers and budget: over MPI, "
-    "or in virtual time. Everything behind -- goes to each run, with the options of "
-    "aladdin_mpi.train or aladdin_mpi.simulate. The same command goes on with a comparison that "
-    "was stopped. Example: python -m aladdin_mpi.compare --algorithms all --seeds 0 1 2 "
-    "--workers 8 --target-accuracy 0.9 --out comparisons/digits -- --dataset digits --epochs 10"
+    "Compare algorithms with the same model, data, seeds, number of workers and sample budget, "
+    "over MPI or in simulation. Options after -- go to each run: those of aladdin_mpi.train or "
+    "aladdin_mpi.simulate. Rerun the same command to resume a comparison. Example: python -m "
+    "aladdin_mpi.compare --algorithms all --seeds 0 1 2 --workers 8 --target-accuracy 0.9 --out "
+    "comparisons/digits -- --dataset digits --epochs 10"
 )
 SEPARATOR = "--"
 ALL = "all"
 READ_BESIDE = frozenset({"read", "out", "target_accuracy", "baseline"})
-"""What may be given beside ``--read``."""
+"""Options that may be passed with ``--read``."""
 
 SET_HERE = {
     "algorithm": "pass --algorithms before --",
@@ -38,11 +38,11 @@ SET_HERE = {
     "overwrite": "finished runs are kept; use a new --out to start over",
     "resume": "rerun the same command to resume",
 }
-"""Options of a run that the comparison sets, and what to do instead."""
+"""Options of a run that the comparison sets, with alternatives for the user."""
 
 
 def set_here(instead: str) -> str:
-    """Say that an option of the runs is not the user's to give."""
+    """Return the error message for an option that the comparison sets."""
     return f"the comparison sets this for each run; leave it out: {instead}"
 
 
@@ -50,38 +50,39 @@ _option = partial(option, group="comparison")
 
 
 def _texts(description: str, unit: str) -> Any:
-    """A list of texts that may hold commas."""
+    """Declare a list of texts that may contain commas."""
     more: JsonDict = {"unit": unit, "group": "comparison", "whole": True}
     return Field((), description=description, json_schema_extra=more)
 
 
 class CompareOptions(BaseModel):
-    """The options of a comparison."""
+    """Options of a comparison."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     engine: Literal["virtual", "mpi"] = _option(
-        "virtual", "virtual: runs of aladdin_mpi.simulate; mpi: runs of aladdin_mpi.train"
+        "virtual", "virtual: run aladdin_mpi.simulate; mpi: run aladdin_mpi.train"
     )
     algorithms: tuple[str, ...] = _option(
         (),
-        "names of algorithms, apart by spaces or commas; all: every one there is",
+        "algorithms to compare; all: all available ones",
         unit="NAME",
         default_text="all, unless --variants are given",
     )
     variants: tuple[str, ...] = _texts(
-        "further ones to compare: a label and an algorithm with options of its own, each in "
-        'quotes, such as "pi1=aladdin --aladdin-pi 1"',
+        "further candidates, each a label and an algorithm with options in quotes, such as "
+        '"pi1=aladdin --aladdin-pi 1"',
         "LABEL=ALGORITHM-AND-OPTIONS",
     )
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = _option(
-        (0,), "seeds; each algorithm is run once with each", unit="SEED"
+        (0,), "random seeds; every algorithm runs once with each", unit="SEED"
     )
-    workers: int = _option(4, "workers of each run; servers come on top", unit="RANKS", ge=1)
+    workers: int = _option(
+        4, "number of workers per run, in addition to the servers", unit="RANKS", ge=1
+    )
     target_accuracy: float | None = _option(
         None,
-        "also report the time to this test accuracy, from 0 to 1: that of the first evaluation "
-        "at or above it",
+        "target test accuracy from 0 to 1; reports the time to reach it",
         unit="ACCURACY",
         gt=0,
         le=1,
@@ -90,24 +91,22 @@ class CompareOptions(BaseModel):
         None,
         "folder for the runs and the report",
         unit="FOLDER",
-        default_text="comparisons/ENGINE-MODEL-DATASET; with --read, none is written",
+        default_text="comparisons/ENGINE-MODEL-DATASET; none with --read",
     )
-    jobs: int = _option(1, "runs side by side, in virtual time", unit="RUNS", ge=1)
-    mpirun: str = _option(
-        "mpirun -np {ranks}", "command that starts the ranks of a run over MPI", unit="COMMAND"
-    )
+    jobs: int = _option(1, "number of concurrent runs, in simulation", unit="RUNS", ge=1)
+    mpirun: str = _option("mpirun -np {ranks}", "launch command of runs over MPI", unit="COMMAND")
     baseline: float | None = _option(
         None,
-        "throughput of one worker alone, which speed-ups are related to",
+        "throughput of a single worker, the baseline of speedups",
         unit="SAMPLES/S",
-        default_text="calculated in virtual time or with timed computing, else measured",
+        default_text="computed in simulation or with timed computing, else measured",
         gt=0,
     )
     baseline_steps: int = _option(
-        100, "steps of the run that measures one worker alone", unit="STEPS", ge=1
+        100, "steps of the run that measures a single worker", unit="STEPS", ge=1
     )
     read: tuple[Path, ...] = _texts(
-        "run nothing; compare the finished runs in these folders", "FOLDER"
+        "folders of finished runs to compare, instead of new runs", "FOLDER"
     )
 
     @model_validator(mode="after")
@@ -136,7 +135,7 @@ class CompareOptions(BaseModel):
 
     @property
     def run_options(self) -> type[RunOptions]:
-        """The options of a single run."""
+        """The options' model of a single run."""
         return SimulateOptions if self.engine == "virtual" else TrainOptions
 
     @property
@@ -147,23 +146,23 @@ class CompareOptions(BaseModel):
 
 @dataclass(frozen=True)
 class ComparisonRequest:
-    """What was asked for."""
+    """A requested comparison."""
 
     options: CompareOptions
     shared: tuple[str, ...]
-    """What stands behind ``--``: words of every run's command line."""
+    """Arguments after ``--``, passed to every run."""
     words: tuple[str, ...]
-    """The whole command line, without the program's name."""
+    """All arguments, without the program's name."""
 
 
 def read_request(argv: Sequence[str] | None) -> ComparisonRequest:
-    """Return what a command line asks for; the words behind ``--`` are not yet checked.
+    """Return the requested comparison; arguments after ``--`` are not checked yet.
 
-    ``argv`` is the command line without the program's name; ``None`` takes the
-    process's own. ``--help`` and ``--version`` print and raise ``SystemExit(0)``.
+    ``argv`` is the command line without the program's name; ``None``: that of this process.
+    ``--help`` and ``--version`` print and raise ``SystemExit(0)``.
 
     Raises:
-        UserError: an option is unknown, its value bad, or it stands on the wrong side.
+        UserError: an option is unknown, on the wrong side of ``--``, or its value is invalid.
     """
     words = tuple(sys.argv[1:] if argv is None else argv)
     split = words.index(SEPARATOR) if SEPARATOR in words else len(words)
@@ -186,7 +185,7 @@ def read_request(argv: Sequence[str] | None) -> ComparisonRequest:
 
 
 def read_run_words(options: CompareOptions, words: Sequence[str]) -> Settings:
-    """Return what words of a run's command line say, with ``--help`` as of any command.
+    """Return the settings of a run's command line, which may contain ``--help``.
 
     Raises:
         UserError: an option is unknown, or a file cannot be read.
@@ -196,7 +195,7 @@ def read_run_words(options: CompareOptions, words: Sequence[str]) -> Settings:
 
 
 def _check_sides(own: Sequence[str], shared: Sequence[str]) -> None:
-    """Refuse options of the runs in front of ``--``, and those of the comparison behind it."""
+    """Refuse options of the runs before ``--``, and those of the comparison after it."""
     here = {leaf.flag for leaf in leaves(CompareOptions).values()}
     runs = {
         leaf.flag for model in (SimulateOptions, TrainOptions) for leaf in leaves(model).values()

@@ -1,8 +1,8 @@
-"""The algorithms by name: their options, and what the options have to know of each.
+"""The algorithms by name: their options and properties.
 
-The code of an algorithm is in :mod:`aladdin_mpi.algorithms`, which imports this. Algorithms of
-other packages are added by entry points of the group ``aladdin_mpi.algorithms``, and by the
-modules that ``ALADDIN_MPI_ALGORITHMS`` names, separated by commas.
+Their code is in :mod:`aladdin_mpi.algorithms`, which imports this module. Other packages add
+algorithms by entry points of the group ``aladdin_mpi.algorithms``, or by the modules that
+``ALADDIN_MPI_ALGORITHMS`` names, separated by commas.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ VARIABLE = "ALADDIN_MPI_ALGORITHMS"
 
 Holder = Literal["servers", "first", "all"]
 Optimizers = Literal["any", "by-value", "sgd"]
-"""Every one; those that treat each value alike, since models are cut; momentum SGD alone."""
+"""All; those that treat each value alike, since models are split; momentum SGD only."""
 Clips = Literal["own", "mean", "parts"]
 AlphaRule = Literal["theory", "since-last", "literal"]
-"""How ALADDIN's server chooses the weight that a worker gives to the global model."""
+"""Rules by which ALADDIN's server chooses a worker's weight of the global model."""
 Allreduce = Literal["auto", "ring", "mpi", "horovod", "torch"]
 OUTLAST_DEATHS = ("auto", "ring", "mpi")
 """The all-reduces that may stand for sums which outlast the failure of ranks."""
@@ -46,7 +46,7 @@ FROM_CENTRE = "the differences of the workers' models from the centre are droppe
 
 
 class OwnOptions(BaseModel):
-    """An algorithm's own options; its docstring heads them in ``--help``."""
+    """Base of an algorithm's own options; the docstring is their heading in ``--help``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -55,40 +55,40 @@ Own = TypeVar("Own", bound=OwnOptions)
 
 
 def own(run: GeneralOptions, kind: type[Own]) -> Own:
-    """Return an algorithm's own options, among those of the run."""
+    """Return the options of type ``kind``, an algorithm's own, from those of the run."""
     return next(value for value in vars(run).values() if type(value) is kind)
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What the options and the run have to know of an algorithm.
+    """Properties of an algorithm that the options and the run depend on.
 
     Attributes:
-        options: its own, a field of the run's that is named as the algorithm.
-        options_of: the algorithm after which that field is named, if that is another.
-        has_servers: whether there are parameter servers.
+        options: its own options, in the field of the run's options named after the algorithm.
+        options_of: the algorithm after which that field is named, if it is another.
+        has_servers: whether it uses parameter servers.
         lockstep: all workers take the same number of steps, in rounds.
-        holder: who holds the global model: the servers, each its buckets; every worker
-            the same, of which the first is asked; or all workers, whose weighted mean
-            it is (the consensus).
-        has_centre: the servers' model is another than the workers', who are only drawn to it.
-        least_workers: the smallest number of workers for which it makes sense.
-        compresses: its gradients can be sent compressed.
-        few_bits: its gradients and models can be sent in few bits.
-        whole_models: models go whole in bf16, which the algorithm can do with.
-        auto_wire: what ``--wire auto`` is, at first where it adapts.
-        node_sums: whether a node can be one of its workers.
-        needs_all: whether, with these options, it cannot go on without every worker.
-        collective: its gradients or models travel in collectives, which have no checksums.
-        optimizers: those that it can do with.
+        holder: location of the global model. "servers": each server has its buckets; "first":
+            every worker has the same model, and the first one's is used; "all": the weighted
+            mean of all workers' models (the consensus).
+        has_centre: workers have their own models, which are drawn to the servers' model.
+        least_workers: smallest number of workers that it requires.
+        compresses: gradients can be compressed.
+        quantises: gradients and models can be quantised.
+        whole_models: the algorithm tolerates models that are sent rounded to bf16.
+        auto_wire: the format of ``--wire auto``; the initial one if it adapts.
+        node_sums: a node can be one of its workers (per-node aggregation).
+        needs_all: whether, with these options, it cannot continue without every worker.
+        collective: gradients or models are sent in collectives, which have no checksums.
+        optimizers: supported optimizers.
         clips: see :class:`aladdin_mpi.worker.worker.Worker`.
         server_steps: the servers' optimizers step along gradients, unless these are compressed;
-            where an option ``momentum`` of the algorithm says so, that counts.
+            an option ``momentum`` of the algorithm takes precedence.
         steps_unused: parameters that a batch does not use are stepped with a gradient of zero.
-        takes_writes: what a script writes into its model after a step takes part in training, if
-            every worker writes the same.
-        check: raises :class:`UserError` for options that do not go together.
-        on_resize: what the user is told where the number of workers changes.
+        takes_writes: values that a script writes into its model after a step remain, if every
+            worker writes the same.
+        check: raises :class:`UserError` for options that cannot be combined.
+        on_resize: message to the user when the number of workers changes.
     """
 
     name: str
@@ -116,25 +116,25 @@ class Algorithm:
 
     @property
     def group(self) -> str:
-        """The field of the run's options that holds the algorithm's own."""
+        """The field of the run's options that contains the algorithm's own."""
         return (self.options_of or self.name).replace("-", "_")
 
     def wire(self, options: GeneralOptions) -> str:
-        """Return the format of what is sent."""
+        """Return the number format of messages."""
         return self.auto_wire if options.wire == "auto" else options.wire
 
     def holders(self, server: int, ranks: int) -> range:
-        """Return the ranks whose values make up the global model's, of a bucket of ``server``."""
+        """Return the ranks whose values make up the global model in a bucket of ``server``."""
         if self.holder == "servers":
             return range(server, server + 1)
         return range(1 if self.holder == "first" else ranks)
 
 
 def declare(algorithm: Algorithm) -> None:
-    """Make an algorithm known: from then on its name can be given for ``--algorithm``.
+    """Register an algorithm, whose name can then be passed as ``--algorithm``.
 
     Raises:
-        ValueError: there is another of this name.
+        ValueError: the name is already registered.
     """
     if algorithm.name in ALGORITHMS:
         raise ValueError(f"algorithm {algorithm.name}: expected a new name, got one that is taken")
@@ -145,7 +145,7 @@ def find_algorithm(name: str) -> Algorithm:
     """Return the algorithm called ``name``.
 
     Raises:
-        UserError: there is none.
+        UserError: no algorithm has this name.
     """
     if name not in ALGORITHMS:
         close = get_close_matches(name, ALGORITHMS, n=1)
@@ -177,54 +177,57 @@ def load_plugins() -> None:
 class AladdinOptions(OwnOptions):
     """For --algorithm aladdin (Ko et al., CIKM 2021)."""
 
-    pi: PositiveInt = option(
-        4, "gradients that a worker sends between two models sent back to it", "GRADIENTS"
-    )
+    pi: PositiveInt = option(4, "gradients that a worker sends per model it receives", "GRADIENTS")
     alpha: Share | AlphaRule = option(
         "theory",
-        "weight of the global model when a worker blends it into its own: a number from 0 to 1, "
-        "or a rule; with n workers, theory: 1-1/sqrt(n*pi); since-last: 1-1/sqrt(c), c the "
-        "gradients at the server since its last model for this worker; literal: the same, c since "
-        "its last model for any worker, as printed",
+        "weight of the global model when a worker blends it into its own",
         "WEIGHT",
+        details="a number from 0 to 1, or a rule; theory: 1-1/sqrt(n*pi) with n workers; "
+        "since-last: 1-1/sqrt(c), where c gradients have arrived since the server's last model "
+        "for this worker; literal: the same since its last model for any worker, as printed in "
+        "the paper",
     )
     normalize: Literal["count", "workers", "none"] = option(
         "workers",
-        "what accumulated gradients are divided by: their count, the number of workers, or nothing",
+        "divisor of accumulated gradients: their count, the workers, or none",
     )
     trigger: Literal["accumulate", "drop"] = option(
         "accumulate",
-        "whether the gradient that triggers an update is added to it, or dropped as the paper "
-        "prints it",
+        "handling of the gradient that triggers an update",
+        details="accumulate: add it first; drop: discard it, as printed in the paper",
     )
     momentum: Literal["worker", "split"] = option(
         "worker",
-        "worker: workers send steps that contain their momentum, and the server adds them "
-        "plainly; split: workers send raw gradients, and both keep a momentum of their own",
+        "location of the momentum",
+        details="worker: workers send steps that include it, and the server adds them; split: "
+        "workers send raw gradients, and the server and each worker have their own momentum",
     )
     lookahead: NonNegativeFloat = option(
         0.0,
-        "steps of its own momentum by which a worker moves the global model on before it blends "
-        "it in, for what other workers are about to add to it; 0: not, as in the paper",
+        "steps by which a worker moves a received model along its momentum",
         "STEPS",
+        details="anticipates gradients of other workers that are in flight; 0: none, as in the "
+        "paper",
     )
     self_update: bool = option(
         True,
-        "a worker applies its gradient to its own model at once; otherwise its model stays as it "
-        "is until the global one comes",
+        "apply a worker's gradient to its own model immediately",
+        details="otherwise its model changes only when the global one arrives",
     )
     lazy: bool = option(
-        True, "the global model is updated when a worker is sent it; otherwise by every gradient"
+        True,
+        "update the global model only when it is sent to a worker",
+        details="otherwise on every gradient",
     )
     ring: PositiveInt = option(
         2,
-        "gradients of a worker on the wire at once; more are summed until one is free",
+        "gradients of a worker in flight at once; further ones are summed",
         "GRADIENTS",
     )
 
 
 def _check_lookahead(run: GeneralOptions) -> None:
-    """A worker that looks ahead needs a momentum to do so with."""
+    """Check that a worker that looks ahead has a momentum."""
     steps = own(run, AladdinOptions).lookahead
     if steps and not run.momentum:
         raise UserError(
@@ -250,31 +253,32 @@ class AladdinAheadOptions(OwnOptions):
 
     pi: PositiveInt | Literal["auto"] = option(
         "auto",
-        "gradients that a worker sends between two models sent back to it; auto: one, and more "
-        "where the links have no room",
+        "gradients that a worker sends per model it receives",
         "GRADIENTS",
+        details="auto: 1, or more while links are saturated",
     )
     weight: Share | Literal["auto"] = option(
         "auto",
-        "what a worker's own gradient stands for of everybody's, until a model holds it; auto: "
-        "half its age in rounds, between 1/2 and 1",
+        "weight of a worker's own gradient until a model includes it",
         "WEIGHT",
+        details="as a share of all workers' gradients; auto: half its age in rounds, between 1/2 "
+        "and 1",
     )
     lookahead: NonNegativeFloat = option(
         1.0,
-        "rounds of the workers by which a gradient is computed ahead of the model, along the "
-        "momentum of all",
+        "rounds by which gradients are computed ahead of the model",
         "ROUNDS",
+        details="extrapolated along the global momentum; a round is one gradient per worker",
     )
     send: Share | Literal["auto"] = option(
         "auto",
-        "share of a worker's next gradient that has reached a server when it sends this worker "
-        "its models; auto: as late as they still arrive in time",
+        "share of a worker's next gradient after which models are sent to it",
         "SHARE",
+        details="auto: as late as possible for models to arrive in time",
     )
     ring: PositiveInt = option(
         2,
-        "gradients of a worker on the wire at once; more are summed until one is free",
+        "gradients of a worker in flight at once; further ones are summed",
         "GRADIENTS",
     )
 
@@ -298,20 +302,20 @@ class BspOptions(OwnOptions):
 
     host_first: bool = option(
         False,
-        "add up the gradients of a host's workers on the host; one worker of each host talks to "
-        "the servers",
+        "add gradients on each host first",
+        details="one worker of each host communicates with the servers",
     )
     group: PositiveInt | None = option(
         None,
-        "with --bsp-host-first: most workers that are added up together, where a host is several "
-        "machines in one, such as containers or sockets",
+        "largest number of workers aggregated into one",
         "WORKERS",
         default_text="all of a host",
+        details="requires --bsp-host-first; for hosts with several sockets or machines",
     )
 
 
 def _check_host_first(run: GeneralOptions) -> None:
-    """The workers of a host add up whole gradients."""
+    """Check that ``host_first``, which adds whole gradients, fits the other options."""
     if not own(run, BspOptions).host_first:
         return
     whole = "which sums whole gradients"
@@ -344,13 +348,12 @@ class AspOptions(OwnOptions):
 
     momentum: Literal["server", "worker"] = option(
         "worker",
-        "where momentum and weight decay are added: to the gradients as they arrive at the "
-        "server, or at each worker before it sends",
+        "location of momentum and weight decay",
+        details="server: applied when gradients arrive; worker: before they are sent",
     )
     normalize: Literal["workers", "none"] = option(
         "workers",
-        "what a gradient is divided by at the server: the number of workers that have not failed, "
-        "or nothing",
+        "divisor of gradients at the server: surviving workers, or none",
     )
 
 
@@ -371,18 +374,19 @@ class SspOptions(AspOptions):
     bound: NonNegativeInt = option(3, "steps that a worker may be ahead of the slowest", "STEPS")
     pull: Literal["always", "on-bound"] = option(
         "always",
-        "when a worker takes the server's model: after every step (Ho et al.), or only when it "
-        "has gone bound + 1 steps without (Ko et al., IPDPS 2021)",
+        "time at which a worker fetches the server's model",
+        details="always: after every step (Ho et al.); on-bound: after bound + 1 steps without a "
+        "fetch (Ko et al., IPDPS 2021)",
     )
     self_update: Literal["workers", "none"] = option(
         "none",
-        "with --ssp-pull on-bound: what a worker divides its gradient by when it applies it to "
-        "its own model: the number of workers, or nothing",
+        "divisor of a worker's gradient for its own model",
+        details="used with --ssp-pull on-bound",
     )
     coalesce: bool = option(
         True,
-        "with --ssp-pull on-bound: add a gradient to the next one while the last is still on the "
-        "wire; otherwise wait until it has gone",
+        "sum gradients while the previous one is in flight",
+        details="used with --ssp-pull on-bound; otherwise the worker waits",
     )
 
 
@@ -395,9 +399,7 @@ class ShatOptions(AspOptions):
     """For --algorithm shat (Ko et al., Applied Sciences 12, 292, 2022)."""
 
     log: Literal["e", "2"] = option("e", "base of the logarithm in alpha = 1 - n/(c log n)")
-    self_update: bool = option(
-        True, "a worker applies its gradient to its own model before it blends"
-    )
+    self_update: bool = option(True, "apply a worker's gradient to its own model before blending")
 
 
 SHAT = Algorithm(
@@ -408,17 +410,18 @@ SHAT = Algorithm(
 class EasgdOptions(OwnOptions):
     """For --algorithm easgd and eamsgd (Zhang, Choromanska, LeCun; NeurIPS 2015)."""
 
-    tau: PositiveInt = option(2, "steps of a worker between two exchanges with the centre", "STEPS")
+    tau: PositiveInt = option(2, "steps of a worker between exchanges with the centre", "STEPS")
     alpha: Annotated[float, Field(gt=0, lt=1)] | Literal["auto"] = option(
         "auto",
-        "how far a worker and the centre move towards each other; auto: 0.9 divided by the number "
-        "of workers",
+        "moving rate of a worker and the centre towards each other",
         "WEIGHT",
+        details="auto: 0.9 divided by the number of workers",
     )
     exchange: Literal["after", "before"] = option(
         "after",
-        "when a worker meets the centre: after every tau-th step; or before the step that "
-        "follows, along the gradient at the model before the exchange, as in the paper",
+        "exchange after every tau-th step, or before the next one",
+        details="before: the next gradient is that of the model before the exchange, as in the "
+        "paper",
     )
 
 
@@ -443,10 +446,10 @@ class ArSgdOptions(OwnOptions):
 
     allreduce: Allreduce = option(
         "auto",
-        "what sums the gradients: messages around a ring, MPI's own all-reduce, Horovod "
-        "(installed by make horovod), or torch.distributed (gloo, or NCCL on GPUs); auto: NCCL "
-        "where each rank has a GPU to itself, and not where the others go on after a worker's "
-        "death; else the ring between hosts, and MPI's own on one",
+        "all-reduce implementation",
+        details="ring: messages around a ring; mpi: MPI's own; horovod: requires make horovod; "
+        "torch: torch.distributed (gloo, or NCCL on GPUs); auto: NCCL if each rank has its own "
+        "GPU and MPI does not survive failures, otherwise ring, or mpi on a single host",
     )
 
 
@@ -470,15 +473,15 @@ class LocalSgdOptions(OwnOptions):
     """For --algorithm local-sgd (Stich, ICLR 2019; Lin et al., ICLR 2020)."""
 
     steps: PositiveInt = option(
-        8, "local steps of a worker between two averages of all models", "STEPS"
+        8, "local steps of a worker between averages of all models", "STEPS"
     )
     post: NonNegativeInt = option(
         0,
-        "first samples of the run, all workers together, in which models are averaged after every "
-        "step (post-local SGD); 0: none",
+        "samples at the start of the run with an average after every step",
         "SAMPLES",
+        details="of all workers together (post-local SGD); 0: none",
     )
-    allreduce: Allreduce = option("auto", "what sums the models, as --ar-sgd-allreduce")
+    allreduce: Allreduce = option("auto", "all-reduce implementation, as --ar-sgd-allreduce")
 
 
 LOCAL_SGD = Algorithm(
@@ -496,7 +499,7 @@ class GoSgdOptions(OwnOptions):
     """For --algorithm gosgd (Blot et al., 2016)."""
 
     p: PositiveShare = option(
-        0.01, "probability that a worker sends its model to another one after a step", "PROBABILITY"
+        0.01, "probability that a worker sends its model to another after a step", "PROBABILITY"
     )
 
 
@@ -510,8 +513,8 @@ class AdPsgdOptions(OwnOptions):
 
     graph: Literal["random", "exponential"] = option(
         "random",
-        "whom an active worker averages with: a passive one drawn by chance, or those 0, 1, 2, 4, "
-        "... further, in turn",
+        "choice of an active worker's passive partner",
+        details="random: at random; exponential: those at distances 0, 1, 2, 4, ..., in turn",
     )
 
 
@@ -529,7 +532,8 @@ class SgpOptions(OwnOptions):
 
     graph: Literal["exponential", "ring"] = option(
         "exponential",
-        "whom a worker sends to: 1, 2, 4, ... workers further, in turn, or always the next",
+        "choice of the worker that a worker sends to",
+        details="exponential: those at distances 1, 2, 4, ..., in turn; ring: the next one",
     )
 
 
@@ -547,16 +551,18 @@ SGP = Algorithm(
 class OsgpOptions(SgpOptions):
     """For --algorithm osgp (Assran et al., ICML 2019)."""
 
-    tau: PositiveInt = option(1, "steps that a message may take before it is waited for", "STEPS")
+    tau: PositiveInt = option(
+        1, "steps that a message may take before a worker waits for it", "STEPS"
+    )
     order: Literal["add-first", "push-first"] = option(
         "add-first",
-        "what a worker does after a step: add the messages of earlier steps that have come, then "
-        "send; or send, then add",
+        "order after a step: add received messages, then send; or the reverse",
     )
     optimize: Literal["model", "numerator"] = option(
         "model",
-        "what the optimizer, and so the weight decay, is applied to: the model z that gradients "
-        "are computed at, or the push-sum's numerator x = w z, as in the authors' code",
+        "variable that the optimizer and weight decay are applied to",
+        details="model: z, at which gradients are computed; numerator: x = w z of the push-sum, as "
+        "in the authors' code",
     )
 
 
@@ -576,9 +582,9 @@ class MultistepOptions(OwnOptions):
 
     exchange: Literal["auto", "gradients", "activations"] = option(
         "auto",
-        "what is exchanged for the gradients of fully connected layers: gradients, activations "
-        "and errors, or whichever are fewer values; auto: gradients if --clip, --max-loss or "
-        "--no-wait-free is given",
+        "data exchanged for fully connected layers",
+        details="activations: inputs, with the errors of the outputs; auto: the smaller of both, "
+        "but gradients with --clip, --max-loss or --no-wait-free",
     )
 
 
@@ -629,36 +635,39 @@ class AshlOptions(OwnOptions):
     """For --algorithm ashl (IEEE Transactions on Computers, 2024)."""
 
     profile: int = option(
-        5, "first iterations of each worker, in which it measures its times", "STEPS", ge=2
+        5, "initial steps in which each worker's times are measured", "STEPS", ge=2
     )
     coarse_steps: PositiveInt = option(
         8,
-        "local steps of the slowest worker between two exchanges in the coarse stage; faster ones "
-        "take more",
+        "local steps of the slowest worker per exchange, coarse stage",
         "STEPS",
+        details="faster workers take more",
     )
-    fine_steps: PositiveInt = option(2, "the same in the fine stage", "STEPS")
+    fine_steps: PositiveInt = option(
+        2, "local steps of the slowest worker per exchange, fine stage", "STEPS"
+    )
     coarse_rate: PositiveShare = option(
         1.0,
-        "share of its values that the slowest worker pushes in the coarse stage; others push more "
-        "where that costs them no time",
+        "share of values that the slowest worker pushes, coarse stage",
         "SHARE",
+        details="faster workers push more if that takes no additional time",
     )
-    fine_rate: PositiveShare = option(0.1, "the same in the fine stage", "SHARE")
+    fine_rate: PositiveShare = option(
+        0.1, "share of values that the slowest worker pushes, fine stage", "SHARE"
+    )
     bound: NonNegativeInt = option(
-        3, "exchanges that a worker may be ahead of the slowest in the fine stage", "EXCHANGES"
+        3, "exchanges that a worker may be ahead of the slowest, fine stage", "EXCHANGES"
     )
     loss: NonNegativeFloat = option(
         0.3, "training loss of all workers at which the fine stage begins", "LOSS"
     )
     stage: Literal["auto", "coarse", "fine"] = option(
         "auto",
-        "auto: coarse, then fine when --ashl-loss is reached; or one of them throughout. Timed "
-        "computing has no loss: with auto it stays coarse",
+        "stage of the training",
+        details="auto: coarse until --ashl-loss is reached, then fine; coarse, fine: only that "
+        "stage; timed computing has no loss and stays coarse",
     )
-    error_feedback: bool = option(
-        False, "add values that were not pushed to the next push, not drop them"
-    )
+    error_feedback: bool = option(False, "add values that were not pushed to the next push")
 
 
 ASHL = Algorithm(
@@ -675,31 +684,32 @@ class AdspOptions(OwnOptions):
 
     period: PositiveFloat | Literal["auto"] = option(
         "auto",
-        "check period Gamma, in which every worker should commit equally often; 60 in the paper; "
-        "auto: 10 mean steps",
+        "check period, in which all workers should commit equally often",
         "SECONDS",
+        details="Gamma in the paper, which uses 60; auto: 10 mean steps",
     )
     min_interval: PositiveFloat | Literal["auto"] = option(
         "auto",
-        "least time between two commits of a worker; 10 in the paper; auto: a sixth of the check "
-        "period",
+        "shortest time between two commits of a worker",
         "SECONDS",
+        details="10 in the paper; auto: 1/6 of the check period",
     )
     epoch: PositiveFloat | Literal["auto"] = option(
         "auto",
-        "time between two searches of the commit rate; 1000 in the paper; auto: 16.7 check periods",
+        "time between two searches for the commit rate",
         "SECONDS",
+        details="1000 in the paper; auto: 16.7 check periods",
     )
     loss_rise: PositiveFloat = option(
         0.3,
-        "a rise of the training loss by this share from one check to the next also starts a search",
+        "relative rise of the loss between checks that starts a search",
         "SHARE",
     )
     end_loss: PositiveFloat | Literal["auto"] = option(
         "auto",
-        "the search looks for the rate at which the training loss would get there first; auto: "
-        "half of what it is when the search begins",
+        "training loss that the best commit rate would reach first",
         "LOSS",
+        details="auto: half of the loss at the start of the search",
     )
 
 
@@ -714,4 +724,4 @@ ADSP = Algorithm(
 ALGORITHMS: dict[str, Algorithm] = {
     each.name: each for each in tuple(globals().values()) if isinstance(each, Algorithm)
 }
-"""Every algorithm that has been declared, those of this file first."""
+"""All registered algorithms, those of this file first."""

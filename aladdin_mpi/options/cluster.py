@@ -1,4 +1,4 @@
-"""The cluster that the virtual engine models: hosts, links, and what goes wrong on them."""
+"""The simulated cluster: hosts, links, failures and pauses."""
 
 from __future__ import annotations
 
@@ -22,101 +22,105 @@ from aladdin_mpi.options.reader import option
 
 Host = NonNegativeInt
 Parts = BeforeValidator(lambda value: value.split(":") if isinstance(value, str) else value)
-"""A tuple of numbers may be one text, with colons between them."""
+"""Splits a text with colons into a tuple."""
 Pause = Annotated[tuple[NonNegativeInt, NonNegativeFloat, NonNegativeFloat], Parts]
-"""A rank, the start of its pause and its length in virtual seconds; also as ``"3:10:2.5"``."""
+"""A rank, the start of its pause and its length in simulated seconds; also as ``"3:10:2.5"``."""
 
 FASTEST_GBIT, LONGEST_US, FASTEST_GBYTE = 1e5, 1e8, 1e5
-"""What is more in a file is taken for a figure in another unit: 100 Tbit/s, 100 s, 100 TB/s."""
+"""Larger values in a file are assumed to be in a wrong unit: 100 Tbit/s, 100 s, 100 TB/s."""
 
 cluster_option = partial(option, group="cluster")
 
 
 class Cluster(BaseModel):
-    """A cluster of hosts behind one switch that is never the bottleneck.
+    """Hosts connected by one switch, which is never the bottleneck.
 
-    An idle network takes ``message_overhead + latency + bytes / bandwidth`` for a
-    message between two hosts, and the same with the local figures inside a host. Hosts are
-    alike but for those of ``links``; between two links the bandwidth is that of the slower one.
+    On an idle network, a message between two hosts takes ``message_overhead + latency + bytes /
+    bandwidth``; within a host the local figures apply. Only hosts in ``links`` have another
+    bandwidth; between two hosts the slower link counts.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    hosts: PositiveInt = cluster_option(1, "hosts of the cluster", "HOSTS")
+    hosts: PositiveInt = cluster_option(1, "number of hosts", "HOSTS", common=True)
     placement: Literal["cyclic", "block", "workers", "spread"] = cluster_option(
         "cyclic",
-        "how ranks fill the hosts: in turn (cyclic), or one host after the other (block); "
-        "workers: the workers alone do so, and servers are on host 0 beside its workers, as "
-        "slurm/train.sbatch has it; spread: the same, with servers dealt to the hosts in turn, as "
-        "by its SPREAD_SERVERS=yes",
+        "placement of ranks on hosts",
+        details="cyclic: in turn; block: host by host; workers: workers in blocks, servers on host "
+        "0, as in slurm/train.sbatch; spread: workers in blocks, servers on the hosts in turn, "
+        "as with its SPREAD_SERVERS=yes",
     )
     worker_hosts: tuple[Host, ...] = cluster_option(
         (),
-        "the host of each worker, counted from 0, where --placement does not say it; servers are "
-        "on host 0, or dealt to the hosts in turn with --placement spread",
+        "host of each worker, counted from 0, instead of --placement",
         "HOST",
+        details="servers are on host 0, or on the hosts in turn with --placement spread",
     )
     bandwidth_gbit: PositiveFloat = cluster_option(
-        10.0, "bandwidth of each host's link, each way", "GBIT/S", most=FASTEST_GBIT
+        10.0,
+        "bandwidth of each host's link in each direction",
+        "GBIT/S",
+        most=FASTEST_GBIT,
+        common=True,
     )
     links: dict[Host, PositiveFloat] = cluster_option(
         {},
-        "hosts, counted from 0, whose link has another bandwidth than --bandwidth-gbit; several, "
-        "apart by commas or spaces",
+        "bandwidth of single hosts, counted from 0, such as 0=1",
         "HOST=GBIT/S",
         most=FASTEST_GBIT,
     )
     latency_us: NonNegativeFloat = cluster_option(
-        50.0, "latency between two hosts", "MICROSECONDS", most=LONGEST_US
+        50.0, "latency between hosts", "MICROSECONDS", most=LONGEST_US, common=True
     )
     local_bandwidth_gbit: PositiveFloat = cluster_option(
-        100.0, "bandwidth of the path inside a host", "GBIT/S", most=FASTEST_GBIT
+        100.0, "bandwidth within a host", "GBIT/S", most=FASTEST_GBIT
     )
     local_latency_us: NonNegativeFloat = cluster_option(
-        5.0, "latency inside a host", "MICROSECONDS", most=LONGEST_US
+        5.0, "latency within a host", "MICROSECONDS", most=LONGEST_US
     )
     message_overhead_us: NonNegativeFloat = cluster_option(
         5.0,
-        "time that each message occupies every link on its way on top of its bytes",
+        "fixed time for which each message occupies a link",
         "MICROSECONDS",
         most=LONGEST_US,
     )
     sharing: Literal["even", "tcp"] = cluster_option(
         "even",
-        "how messages share a link between hosts: even: a piece of each in turn; tcp: as those of "
-        "Open MPI do over TCP, where some get ahead, those announced together end together, and a "
-        "lost end is sent again after 0.2 s (benchmarks/README.md)",
+        "sharing of a link between concurrent messages",
+        details="even: equal shares; tcp: unequal shares as measured with Open MPI over TCP, with "
+        "retransmissions after 0.2 s (benchmarks/README.md)",
     )
     memory_gbyte: NonNegativeFloat = cluster_option(
         0.0,
-        "memory bandwidth of one process, which servers, and leaders of a host, need to add up "
-        "gradients and to copy models; 0: that takes no time",
+        "memory bandwidth of one process; 0: unlimited",
         "GBYTE/S",
         most=FASTEST_GBYTE,
+        details="limits servers and host leaders when they add gradients and copy models",
     )
     handling_us: NonNegativeFloat = cluster_option(
         0.0,
-        "time that a server needs for each message that it takes in or sends, on top of its bytes",
+        "fixed time for which each message occupies a server",
         "MICROSECONDS",
         most=LONGEST_US,
     )
     delay_us: NonNegativeFloat = cluster_option(
         0.0,
-        "mean of an additional random delay of each message; it reorders messages of different "
-        "pairs of ranks",
+        "mean random additional delay per message",
         "MICROSECONDS",
+        details="reorders messages between different pairs of ranks",
     )
     failures: dict[NonNegativeInt, NonNegativeFloat] = cluster_option(
         {},
-        "ranks that fail, with the virtual time of their failure",
+        "simulated times at which ranks fail, such as 3=12.5",
         "RANK=SECONDS",
         formerly="deaths",
+        common=True,
     )
     pauses: tuple[Pause, ...] = cluster_option(
         (),
-        "pauses of ranks: rank, start and length in virtual seconds; computing and messages of "
-        "the rank stand still",
+        "pauses of ranks: rank, start and length in simulated time",
         "RANK:START:SECONDS",
+        details="a paused rank neither computes nor communicates",
     )
 
     _servers: int = PrivateAttr(0)
@@ -132,7 +136,7 @@ class Cluster(BaseModel):
         return self
 
     def placed(self, servers: int) -> Cluster:
-        """The cluster for a run whose first ranks, so many, are servers."""
+        """Return the cluster for a run whose first ``servers`` ranks are servers."""
         cluster = self.model_copy()
         cluster._servers = servers
         return cluster
@@ -151,11 +155,11 @@ class Cluster(BaseModel):
         return rank // -(-size // self.hosts)
 
     def link_gbit(self, host: int) -> float:
-        """The bandwidth of a host's link in Gbit/s, each way."""
+        """Return the bandwidth of a host's link in Gbit/s, in each direction."""
         return self.links.get(host, self.bandwidth_gbit)
 
     def handling(self, nbytes: int) -> float:
-        """Seconds in which a process handles a message for which ``nbytes`` move in memory."""
+        """Return the seconds to handle a message that moves ``nbytes`` in memory."""
         moving = nbytes / (self.memory_gbyte * 1e9) if self.memory_gbyte else 0.0
         return moving + self.handling_us * 1e-6
 
@@ -165,7 +169,7 @@ class Cluster(BaseModel):
 
 
 class Pauses:
-    """The pauses of one rank, as spans of virtual seconds in order of time."""
+    """The pauses of one rank, as intervals of simulated seconds in chronological order."""
 
     __slots__ = ("spans",)
 
@@ -185,7 +189,7 @@ class Pauses:
         return time
 
     def stretched(self, start: float, seconds: float) -> float:
-        """Return when computing of ``seconds`` ends that begins at ``start``."""
+        """Return the end of a computation of ``seconds`` that begins at ``start``."""
         end = start + seconds
         for first, last in self.spans:
             if last > start and first < end:

@@ -29,25 +29,25 @@ from aladdin_mpi.options.cluster import Parts
 from aladdin_mpi.options.reader import nested, option, shown
 
 AUTO = "auto"
-"""As the value of ``--resume``: the run in ``--run-dir``, if there is one to go on with."""
+"""Value of ``--resume``: the run in ``--run-dir``, if it can be resumed."""
 OWN_DATA = "own"
-"""The data set of a training loop of one's own."""
+"""The data set of a custom training loop."""
 LENGTHS = ("epochs", "samples", "steps")
-"""Each says how long a run is."""
+"""Alternative options for the length of a run."""
 DEFAULT_EPOCHS = 30.0
-"""The length of a run when none of them is given."""
+"""The default length of a run."""
 SHUFFLE_BUFFER = 4096
 """Samples."""
 
 FORWARD_SHARE = 1 / 3
-"""Of a step's time: the forward pass, the rest is backward."""
+"""Share of a step's time that is the forward pass; the rest is backward."""
 QUANTISED_BITS = {"int8": 8, "int4": 4}
-"""The wires that round to so many bits, and send later what that has lost."""
+"""Bits of the quantised wires, which use error feedback."""
 
 SGD_RATE, OTHER_RATE = 0.01, 0.001
 SGD_DECAY = 1e-4
 OWN_DECAY = {"adamw": 0.01, "muon": 0.1}
-"""The weight decay that torch's optimizers have by default, if it is not 0."""
+"""Default weight decay of torch's optimizers, if it is not 0."""
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Wire = Literal["auto", "fp32", "bf16", "int8", "int4"]
@@ -68,7 +68,7 @@ _INTERVAL = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)(samples?|epochs?|min|s)?"
 
 @dataclass(frozen=True)
 class CheckpointInterval:
-    """How much passes between two checkpoints, in one of the units; in none: there are none."""
+    """Interval between checkpoints, in one unit; all None: only the final one is written."""
 
     samples: int | None = None
     epochs: float | None = None
@@ -123,34 +123,34 @@ class DgcOptions(BaseModel):
 
     ratio: PositiveShare = option(
         0.001,
-        "share of the values of each matrix or kernel that a gradient sends; biases and other "
-        "vectors are sent whole; 1: everything is sent, as without compression",
+        "share of the values of each weight matrix or kernel that is sent",
         "SHARE",
+        details="vectors such as biases are sent whole; 1: no compression",
     )
     warmup_epochs: NonNegativeInt = option(
         4,
-        "epochs in which the share falls to --dgc-ratio, by one factor each epoch: 25, 6.3, 1.6 "
-        "and 0.4 percent on the way to 0.1",
+        "epochs in which the share decreases to --dgc-ratio",
         "EPOCHS",
+        details="exponentially, by default 25, 6.3, 1.6, 0.4 and then 0.1 percent",
     )
     clip: PositiveFloat | None = option(
         None,
-        "largest L2 norm of the sum of all workers' gradients; with n workers each clips its own "
-        "to 1/sqrt(n) of it, every bucket to its share",
+        "clipping threshold of the sum of all workers' gradients (L2 norm)",
         "NORM",
-        default_text="gradients are not clipped",
+        default_text="no clipping",
+        details="each of n workers clips its gradient to NORM/sqrt(n), each bucket by its share",
     )
     sample: PositiveShare = option(
-        0.01, "share of the values from which the threshold is estimated", "SHARE"
+        0.01, "share of the values sampled to estimate the selection threshold", "SHARE"
     )
 
     def ratio_at(self, samples: int, epoch: int) -> float:
-        """The share of values that is sent.
+        """Return the share of values that is sent.
 
-        It falls exponentially, by one step an epoch, as in section 3.3 of the paper.
+        It decreases exponentially with each epoch, as in section 3.3 of the paper.
 
         Args:
-            samples: drawn by all workers so far.
+            samples: samples processed by all workers so far.
             epoch: samples of one epoch.
         """
         passed = min(samples // max(1, epoch), self.warmup_epochs)
@@ -166,326 +166,380 @@ output_option = partial(option, group="output")
 
 
 class GeneralOptions(BaseModel):
-    """What training and simulating have in common, but for options of single algorithms."""
+    """Options of both training and simulation, except those of single algorithms."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     ALTERNATIVES: ClassVar = LENGTHS
 
     # -- run
-    algorithm: str = run_option("aladdin-ahead", "name of the algorithm")
-    model: str = run_option("digits", "name of the model, or package.module:function")
+    algorithm: str = run_option(
+        "aladdin-ahead", "algorithm", details="--help NAME lists its own options", common=True
+    )
+    model: str = run_option("digits", "built-in model, or package.module:function", common=True)
     epochs: PositiveFloat | None = run_option(
         None,
-        "length of the run in passes over the training data, all workers together",
+        "length of the run in epochs",
         "EPOCHS",
-        default_text=f"{DEFAULT_EPOCHS:g}, unless --samples or --steps is given",
+        default_text=f"{DEFAULT_EPOCHS:g}",
+        common=True,
+        details="an epoch is one pass over the training data by all workers together",
     )
     samples: PositiveInt | None = run_option(
-        None, "length of the run in samples, all workers together, instead of --epochs", "SAMPLES"
+        None, "length of the run in samples of all workers, instead of --epochs", "SAMPLES"
     )
     steps: PositiveInt | None = run_option(
         None,
-        "length of the run in steps, instead of --epochs; a step is a batch of every worker, or "
-        "as many as --accumulate says: a round of a synchronous algorithm, and of others as many "
-        "samples",
+        "length of the run in steps, instead of --epochs",
         "STEPS",
+        details="a step is one batch (or --accumulate batches) per worker; asynchronous algorithms "
+        "process as many samples in total",
     )
-    servers: PositiveInt = run_option(1, "parameter servers, for algorithms that have one", "RANKS")
+    servers: PositiveInt = run_option(
+        1,
+        "number of parameter servers",
+        "RANKS",
+        common=True,
+        details="ignored by algorithms without servers",
+    )
     node_sums: bool = run_option(
         False,
-        "the workers of a host make one step together: their gradients are added up on the host, "
-        "and for the algorithm they are one worker, so that one message leaves the host and one "
-        "model comes to it",
+        "per-node aggregation: the workers of a host act as one worker",
+        details="the host sends the sum of their gradients and receives one model",
     )
     node_size: PositiveInt | None = run_option(
         None,
-        "with --node-sums: most workers that are one, where a host has several nodes, such as "
-        "containers",
+        "largest number of workers aggregated into one",
         "WORKERS",
         default_text="all of a host",
+        details="requires --node-sums; for hosts that combine several machines",
     )
-    seed: NonNegativeInt = run_option(0, "seed of everything that is drawn by chance")
+    seed: NonNegativeInt = run_option(0, "random seed", common=True)
     device: Literal["auto", "cpu", "gpu", "cuda", "xpu"] = run_option(
         "auto",
-        "where workers compute; auto: on a GPU if there is one; gpu: on one of whatever kind, "
-        "which cuda (also AMD's) and xpu (Intel's) name",
+        "device of the workers",
+        details="auto: a GPU if available; gpu: any GPU; cuda: NVIDIA or AMD; xpu: Intel",
+        common=True,
     )
     bind_cores: Literal["auto", "off"] = run_option(
         "auto",
-        "bind each worker to cores near its GPU, where several workers of a host have one and the "
-        "launcher has left all of them the same cores",
+        "binding of each worker to the cores next to its GPU",
+        details="auto: if several workers of a host have a GPU and the launcher assigned the same "
+        "cores to all of them",
     )
-    timeout: PositiveFloat = run_option(1800.0, "longest wait for another rank", "SECONDS")
+    timeout: PositiveFloat = run_option(
+        1800.0, "longest wait for another rank before the run fails", "SECONDS"
+    )
     worker_timeout: NonNegativeFloat = run_option(
         60.0,
-        "time without a heartbeat before a rank is excluded, or the run ends if the algorithm "
-        "needs every rank; 0: never",
+        "time without a heartbeat after which a rank is excluded",
         "SECONDS",
+        details="the run ends instead if the algorithm needs every rank; 0: never",
     )
 
     # -- data
-    dataset: str = data_option("digits", "name of the data set, or package.module:function")
+    dataset: str = data_option(
+        "digits", "built-in data set, or package.module:function", common=True
+    )
     data_dir: Path | None = data_option(
-        None, "folder of the data set, for those that need one", "FOLDER"
+        None, "folder of the data set, if it needs one", "FOLDER", common=True
     )
     stage: Path | None = data_option(
         None,
-        "folder on each host's own disk that --data-dir is copied to before training, once for "
-        "each host; what is there already is not copied again",
+        "local folder to which each host copies --data-dir before training",
         "FOLDER",
+        details="unchanged files are not copied again",
     )
     shuffle_buffer: PositiveInt = data_option(
         SHUFFLE_BUFFER,
-        "of shards: places by which a sample may be moved out of its shard's order, as by a "
-        "shuffle buffer of this size; 1: by none",
+        "size of the shuffle buffer, for --dataset shards",
         "SAMPLES",
+        details="samples move by fewer places than this; 1: samples keep their order in the shard",
     )
-    download: bool = data_option(False, "fetch the data set if it is not there")
+    download: bool = data_option(False, "download the data set if it is missing", common=True)
     loader_workers: NonNegativeInt = data_option(
-        0, "processes that load data, for each worker; 0: the worker itself", "PROCESSES"
+        0, "loader processes per worker; 0: the worker loads its data", "PROCESSES", common=True
     )
     loader_start_method: Literal["auto", "fork", "forkserver", "spawn"] = data_option(
         "auto",
-        "how these processes are started; auto: by forkserver where MPI or a device is in use, if "
-        "the program allows it, else by fork",
+        "start method of loader processes",
+        details="auto: forkserver if MPI or a device is in use and the program allows it, "
+        "otherwise fork",
     )
     cache: Literal["auto", "on", "off"] = data_option(
-        "auto", "keep decoded data in memory; auto: if it fits"
+        "auto", "caching of decoded images in memory; auto: if they fit"
     )
     image_size: PositiveInt | None = data_option(
         None,
-        "side of the images that the model is given",
+        "side length of the images passed to the model",
         "PIXELS",
-        default_text="that of the data set, 224 for folders of images that are large or differ",
+        default_text="the data set's, 224 for folders of large or unequal images",
     )
     augment: Augment = data_option(
         "auto",
-        "of training images; auto: as the data set has it, in a folder crop-flip for small images "
-        "of one size, else imagenet; crop-flip: random crop and mirror; imagenet: random part, "
-        "scaled, and mirror; autoaugment, randaugment, trivialaugment: torchvision's policies, on "
-        "top of auto",
+        "augmentation of training images",
+        details="auto: that of the data set, for folders crop-flip if images are small and of one "
+        "size, otherwise imagenet; crop-flip: random crop and flip; imagenet: random resized "
+        "crop and flip; autoaugment, randaugment, trivialaugment: auto, then this policy of "
+        "torchvision",
     )
     corrupt_images: Literal["stop", "skip"] = data_option(
         "stop",
-        "of --dataset imagefolder and shards: end the run at an image that cannot be read; or "
-        "name it once, train on the next one instead, and leave it out of the test",
+        "handling of unreadable images, for imagefolder and shards",
+        details="stop: end the run; skip: report each once, train on the next image instead, and "
+        "omit it from the test set",
     )
     check_images: bool = data_option(
         False,
-        "of --dataset imagefolder: read all images before training and name those that cannot be "
-        "read; the ranks share the work, and each shares its part among its --loader-workers",
+        "read all images of an imagefolder before training",
+        details="reports unreadable ones; the work is shared by all ranks and --loader-workers",
     )
 
     # -- optimisation
-    batch_size: PositiveInt = optimisation_option(32, "batch of one worker's step", "SAMPLES")
+    batch_size: PositiveInt = optimisation_option(
+        32, "batch size per worker", "SAMPLES", common=True
+    )
     optimizer: str = optimisation_option(
         "sgd",
-        "sgd, with momentum; another of torch's in small letters, such as adamw; or "
-        "package.module:class",
+        "sgd, another torch optimizer, or package.module:class",
         "NAME",
+        common=True,
+        details="torch's names are in lower case, such as adamw",
     )
     optimizer_options: dict[str, float] = optimisation_option(
         {},
-        "what else the optimizer takes, such as beta1=0.9 eps=1e-8 amsgrad=1; several, apart by "
-        "commas or spaces",
+        "further arguments of the optimizer, such as beta1=0.9 eps=1e-8",
         "NAME=VALUE",
     )
     accumulate: PositiveInt = optimisation_option(
-        1, "batches of one worker whose gradients are added up to one step", "BATCHES"
+        1, "batches per step, over which gradients are accumulated", "BATCHES", common=True
     )
     lr: PositiveFloat = optimisation_option(
         SGD_RATE,
-        "learning rate for the batch of one worker, before --lr-scaling",
+        "learning rate, before --lr-scaling",
         "RATE",
-        default_text=f"{SGD_RATE:g} for sgd, {OTHER_RATE:g} for others",
+        default_text=f"{SGD_RATE:g} for sgd, else {OTHER_RATE:g}",
+        common=True,
     )
     lr_scaling: Literal["linear", "sqrt", "none"] = optimisation_option(
         "linear",
-        "multiply the learning rate by the number of workers, its square root, or nothing",
-        default_text="linear for sgd, none for others",
+        "factor on --lr: number of workers, its square root, or 1",
+        default_text="linear for sgd, else none",
+        common=True,
     )
     lr_factors: dict[str, NonNegativeFloat] = optimisation_option(
         {},
-        "multiply the learning rate of parameters whose names match a pattern, such as head.*=10; "
-        "several, apart by commas or spaces",
+        "factors on the learning rate by parameter name, such as head.*=10",
         "PATTERN=FACTOR",
     )
     decay_factors: dict[str, NonNegativeFloat] = optimisation_option(
         {},
-        "multiply the weight decay of parameters whose names match a pattern, such as *.bias=0",
+        "factors on the weight decay by parameter name, such as *.bias=0",
         "PATTERN=FACTOR",
     )
     clip: PositiveFloat | None = optimisation_option(
         None,
-        "largest norm of a gradient: of the workers' mean for ar-sgd, of each part by its share "
-        "for aladdin-ahead, else of each worker's own, which is then sent when backward is over",
+        "gradient clipping threshold (global norm)",
         "NORM",
-        default_text="gradients are not clipped",
+        default_text="no clipping",
+        details="ar-sgd clips the mean of all workers, aladdin-ahead each bucket by its share, "
+        "others each worker's gradient, which is then sent after backward",
+        common=True,
     )
     lr_schedule: Literal["constant", "step", "cosine"] = optimisation_option(
-        "cosine", "how the learning rate goes on after the warm-up"
+        "cosine", "learning-rate schedule after warm-up", common=True
     )
     warmup_epochs: NonNegativeFloat = optimisation_option(
-        1.0, "linear rise of the learning rate", "EPOCHS"
+        1.0, "length of the linear warm-up of the learning rate", "EPOCHS", common=True
     )
     lr_steps: tuple[PositiveFloat, ...] = optimisation_option(
         (),
-        "with --lr-schedule step: when the learning rate is multiplied by --lr-decay; several, "
-        "apart by commas or spaces",
+        "epochs at which the learning rate is multiplied by --lr-decay",
         "EPOCHS",
+        details="requires --lr-schedule step",
     )
-    lr_decay: PositiveFloat = optimisation_option(0.1, "factor at each of --lr-steps", "FACTOR")
-    momentum: Fraction = optimisation_option(0.9, "momentum of SGD", "FACTOR")
-    nesterov: bool = optimisation_option(False, "Nesterov's form of the momentum")
+    lr_decay: PositiveFloat = optimisation_option(
+        0.1, "factor on the learning rate at each of --lr-steps", "FACTOR"
+    )
+    momentum: Fraction = optimisation_option(0.9, "momentum of SGD", "FACTOR", common=True)
+    nesterov: bool = optimisation_option(False, "Nesterov momentum")
     weight_decay: NonNegativeFloat = optimisation_option(
         SGD_DECAY,
-        "weight decay: L2 for sgd, else as the optimizer has it",
+        "weight decay (L2 for sgd)",
         "FACTOR",
-        default_text=f"{SGD_DECAY:g} for sgd, else the optimizer's own",
+        default_text=f"{SGD_DECAY:g} for sgd, else torch's",
+        common=True,
+        details="other optimizers apply it in their own form",
     )
     max_loss: PositiveFloat | None = optimisation_option(
         None,
-        "refuse the gradient of a batch whose loss is larger; gradients are then sent when "
-        "backward is over, as the loss is not known before",
+        "loss above which the gradient of a batch is rejected",
         "LOSS",
-        default_text="only gradients that are not finite are refused",
+        default_text="non-finite gradients only",
+        details="gradients are then sent after backward",
     )
     precision: Precision = optimisation_option(
         "fp32",
-        "of the forward and backward pass; bf16, fp16: autocast, for fp16 with a loss scale that "
-        "all workers share",
+        "precision of forward and backward (autocast)",
+        details="fp16 uses a loss scale shared by all workers",
+        common=True,
     )
     tf32: bool = optimisation_option(
-        False, "let GPUs multiply fp32 matrices and convolve with ten bits of mantissa (TF32)"
+        False, "TF32 for fp32 matrix products and convolutions on GPUs"
     )
     cudnn_benchmark: bool = optimisation_option(
         False,
-        "let cuDNN try out which of its convolutions is fastest, for inputs of a few sizes; the "
-        "result is then not the same every time",
+        "cuDNN's search for the fastest convolutions",
+        details="useful if input sizes rarely change; results are not reproducible",
     )
-    channels_last: bool = optimisation_option(False, "store images channels-last")
+    channels_last: bool = optimisation_option(False, "channels-last memory format of images")
     bn_batches: NonNegativeInt = optimisation_option(
         100,
-        "training batches that re-estimate the batch-norm statistics before an evaluation",
+        "training batches used to recalibrate batch norm for evaluation",
         "BATCHES",
     )
 
     # -- communication
     bucket_mb: PositiveFloat = communication_option(
         4.0,
-        "largest message, in MB of 10^6 bytes",
+        "largest bucket of parameters or gradients, sent as one message",
         "MB",
-        default_text="4, or 16 where a worker has a GPU",
+        default_text="4, or 16 if a worker has a GPU",
+        details="1 MB is 10^6 bytes",
     )
     shard_mb: PositiveFloat = communication_option(
-        16.0, "largest piece of the parameters given to one server, in MB of 10^6 bytes", "MB"
+        16.0,
+        "largest contiguous part of the parameters on one server",
+        "MB",
+        details="1 MB is 10^6 bytes",
     )
     wait_free: bool = communication_option(
         True,
-        "send each part of a gradient as soon as backward has completed it (wait-free "
-        "backpropagation), not all when backward is over",
+        "wait-free backpropagation: send each bucket as backward completes it",
+        details="otherwise send all after backward",
     )
     sharding: Literal["memory", "layer"] = communication_option(
         "memory",
-        "how the parameters are dealt to the servers: in equal pieces whatever the layers' "
-        "boundaries, or whole layers",
+        "division of the parameters among servers",
+        details="memory: equal parts, regardless of layer boundaries; layer: whole layers",
     )
     compression: Literal["none", "dgc"] = communication_option(
-        "none", "of gradients, for algorithms that send them; dgc: deep gradient compression"
+        "none",
+        "gradient compression; dgc: deep gradient compression",
+        details="requires an algorithm that sends gradients",
+        common=True,
     )
     checksum: bool = communication_option(
-        False, "send a checksum with every gradient and model, and refuse those that arrive damaged"
+        False, "checksums on gradients and models; damaged messages are rejected"
     )
     wire: Wire = communication_option(
         "auto",
-        "number format of what is sent; int8, int4: in blocks with a scale each, for algorithms "
-        "with servers; gradients make up for their rounding, and models are sent as differences; "
-        "auto: int8 for aladdin-ahead, and int4 where links are full; fp32 for all others; fp32 "
-        "sends models in float64 in float64",
+        "number format of messages",
+        details="int8, int4: quantised in blocks, for algorithms with servers; error feedback "
+        "compensates for the rounding, and models are sent as differences; auto: int8 for "
+        "aladdin-ahead (int4 while links are saturated), fp32 for others; fp32 keeps float64 "
+        "models in float64",
+        common=True,
     )
 
     # -- computing
     compute: Literal["real", "timed"] = computing_option(
         "real",
-        "timed: time passes and messages of the right size are sent, but nothing is calculated",
+        "real: train; timed: only model time and message sizes",
+        details="timed steps compute nothing and take --compute-time",
     )
     compute_time: PositiveFloat | None = computing_option(
-        None, "time of one step of a worker, for --compute timed", "SECONDS"
+        None, "time of one step, for --compute timed", "SECONDS"
     )
     jitter: NonNegativeFloat = computing_option(
-        0.0, "relative standard deviation of the time of a step (log-normal)", "FRACTION"
+        0.0, "relative standard deviation of step times (log-normal)", "FRACTION"
     )
     slowdown: dict[Worker, Factor] = computing_option(
         {},
-        "make workers, counted from 0, slower by a factor of 1 or more; several, apart by commas "
-        "or spaces",
+        "slowdown factors of workers, counted from 0, such as 0=10",
         "WORKER=FACTOR",
+        details="factors are 1 or more",
     )
     forward_share: Fraction = computing_option(
         FORWARD_SHARE,
         "share of a timed step that is the forward pass",
         "FRACTION",
-        default_text="a third",
+        default_text="1/3",
     )
     backward_shape: tuple[ShapePoint, ...] = computing_option(
         (),
-        "of timed steps: shares of the gradient, last layer first, with the shares of backward's "
-        "time after which they are there, such as 0.1:0.5; several, apart by commas or spaces",
+        "progress of backward in timed steps, such as 0.1:0.5",
         "GRADIENT:TIME",
-        default_text="in proportion",
+        default_text="proportional",
+        details="here the first tenth of the gradient, from the last layer on, is "
+        "complete after half of backward's time",
     )
 
     # -- output
     run_dir: Path | None = output_option(
-        None, "folder for the results", "FOLDER", default_text="runs/ALGORITHM-MODEL-DATASET-TIME"
+        None,
+        "folder for the results",
+        "FOLDER",
+        default_text="runs/ALGORITHM-MODEL-DATASET-TIME",
+        common=True,
     )
-    overwrite: bool = output_option(False, "replace the results in an existing --run-dir")
+    overwrite: bool = output_option(
+        False, "replace the results in an existing --run-dir", common=True
+    )
     spares: NonNegativeInt = run_option(
         0,
-        "ranks more, the last ones, that wait and take the place of a rank that is lost; MPI has "
-        "to survive deaths (mpirun --with-ft ulfm)",
+        "number of spare ranks (the last N) that replace failed ones",
         "RANKS",
+        details="requires an MPI that survives failures (mpirun --with-ft ulfm)",
     )
     replicate_every: NonNegativeInt = run_option(
         64,
-        "with --with-ft ulfm: updates of a bucket at a server between two copies to another rank, "
-        "from which a failed server's momentum or centre is restored; 0: no copies",
+        "updates of a server's bucket between two replications",
         "UPDATES",
         formerly="mirror_every",
+        details="with mpirun --with-ft ulfm a replica on another rank restores a failed server's "
+        "momentum or centre; 0: none",
     )
     resume: Literal["auto"] | Path | None = output_option(
         None,
-        "go on with the run in this folder from its last checkpoint; auto: with the one in "
-        "--run-dir if it has a checkpoint, and start it if not",
+        "run folder to resume from its last checkpoint",
         "FOLDER",
+        details="auto: --run-dir if it has a checkpoint, otherwise start the run",
+        common=True,
     )
     allow_resize: bool = output_option(
         False,
-        "with --resume: go on with another number of workers, or of --servers, than the "
-        "checkpoint has; the workers begin from its global model",
+        "allow --resume with another number of workers or --servers",
+        details="all workers start from the checkpoint's global model",
     )
     checkpoint_every: Interval = output_option(
         None,
-        "time between checkpoints: N or Nsamples, Nepochs, Nmin, Ns, or never; there is always "
-        "one at the end",
+        "time between checkpoints, such as 5000, 2epochs, 10min or never",
         "INTERVAL",
-        default_text="10min over MPI, never in virtual time",
+        default_text="10min over MPI, never in simulation",
+        details="units: samples (default), epochs, min, s; a final one is always written",
+        common=True,
     )
     eval_every: NonNegativeFloat = output_option(
-        1.0, "time between evaluations; 0: only at the end", "EPOCHS"
+        1.0, "epochs between evaluations; 0: only at the end", "EPOCHS", common=True
     )
     evaluate_on: Literal["auto", "rank-0", "workers"] = output_option(
         "auto",
-        "rank-0: on its CPU; workers: each measures an equal part of the test set, on its device; "
-        "auto: workers if all of them have a GPU",
+        "ranks that evaluate",
+        details="rank-0: on its CPU; workers: each takes an equal share of the test set, on its "
+        "device; auto: workers if all of them have a GPU",
     )
     log_every: PositiveInt | None = output_option(
-        None, "samples between two lines of metrics", "SAMPLES", default_text="once an epoch"
+        None,
+        "samples between two lines of metrics",
+        "SAMPLES",
+        default_text="once an epoch",
+        common=True,
     )
     progress: Literal["auto", "live", "lines"] = output_option(
         "auto",
-        "live: one line that is redrawn; lines: a line every few seconds; auto: live on a "
-        "terminal, also behind mpirun on the host of rank 0",
+        "progress display",
+        details="live: one line, redrawn; lines: a new line every few seconds; auto: live on "
+        "a terminal, also under mpirun on rank 0's host",
     )
     quiet: bool = output_option(False, "print no progress")
 
@@ -494,14 +548,14 @@ class GeneralOptions(BaseModel):
     @field_validator("data_dir", "run_dir", "resume", mode="before")
     @classmethod
     def _check_path(cls, value: Any) -> Any:
-        if value == "":  # as of an unset variable; it would be the present folder
+        if value == "":  # from an unset variable; it would mean the current folder
             raise ValueError("expected a path, got ''; name a folder, or leave it out")
         return value
 
     @model_validator(mode="before")
     @classmethod
     def _fill_defaults(cls, values: Any) -> Any:
-        """The length of a run that is given none, and the rates of another optimizer than SGD."""
+        """Fill in the default length, and the default rates of optimizers other than SGD."""
         if not isinstance(values, dict):
             return values
         if all(values.get(name) is None for name in LENGTHS):
@@ -514,7 +568,7 @@ class GeneralOptions(BaseModel):
 
     @property
     def step_size(self) -> int:
-        """Samples of a worker's step."""
+        """Samples of one worker's step."""
         return self.batch_size * self.accumulate
 
     @model_validator(mode="after")
@@ -524,7 +578,7 @@ class GeneralOptions(BaseModel):
         return self
 
     def _conflicts(self) -> Iterator[str]:
-        """What does not go together, and the remedy."""
+        """Yield an error message for each invalid combination of options."""
         lengths = [f"--{name}" for name in LENGTHS if getattr(self, name) is not None]
         if len(lengths) > 1:
             yield f"{' and '.join(lengths)} cannot be combined. Keep one of them."

@@ -40,7 +40,7 @@ FieldPath = tuple[str, ...]
 LARGEST_WHOLE = 10**13
 """Of seeds, samples and counts: times a million it is still a number of 64 bits."""
 HELP_WIDTH = 100
-ANSWERED_AT_ONCE = ("-h", "--help", "--version")
+ANSWERED_AT_ONCE = ("-h", "--help", "--help-all", "--version")
 """Options that print something and exit."""
 
 
@@ -50,22 +50,32 @@ def option(
     description: str,
     unit: str | None = None,
     *,
+    details: str | None = None,
+    common: bool = False,
     group: str | None = None,
     default_text: str | None = None,
     most: float | None = None,
     formerly: str | None = None,
     **constraints: Any,
 ) -> Any:
-    """Declare a field of a model together with what ``--help`` says of it.
+    """Declare a field of a model together with its help.
 
-    ``unit`` stands for the value in the help (``--timeout SECONDS``), ``group``
-    is the heading it is listed under, and ``default_text`` replaces the default
-    where the plain value would not tell the user what happens. ``most`` is the largest
-    value that a file of an inner model may hold (:func:`nested`). ``formerly`` is the field's
-    name in the previous release, which is still accepted.
+    Args:
+        default: the field's default.
+        description: a noun phrase, short enough for one line of ``--help``.
+        unit: the placeholder of the value in the help (``--timeout SECONDS``).
+        details: further help, for ``--help-all``.
+        common: part of the page of ``--help`` itself, with the options that most runs need.
+        group: the heading that the option is listed under.
+        default_text: replaces the default in the help, if the plain value would mislead.
+        most: the largest value in a file of an inner model (:func:`nested`).
+        formerly: the field's name in the previous release, which is still accepted.
+        **constraints: of pydantic's fields.
     """
     about = {
         "unit": unit,
+        "details": details,
+        "common": common or None,
         "group": group,
         "default_text": default_text,
         "most": most,
@@ -155,6 +165,29 @@ class Leaf:
         members = [kind for kind in _members(self.info.annotation) if kind is not type(None)]
         text = ", or ".join(_expected(kind, self.info.metadata) for kind in members)
         return text.replace("KEY=VALUE", self.metavar) if self.is_mapping else text
+
+    @property
+    def is_common(self) -> bool:
+        """Whether the page of ``--help`` itself has it."""
+        return bool(extra(self.info).get("common"))
+
+    @property
+    def short_help(self) -> str:
+        """The description, with the default if there is one."""
+        default = self.default_text
+        text = str(self.info.description)
+        return text if default in ("none", "off") else f"{text} (default: {default})"
+
+    @property
+    def meaning(self) -> str:
+        """The description with its details."""
+        details = extra(self.info).get("details")
+        return f"{self.info.description}; {details}" if details else str(self.info.description)
+
+    @property
+    def help(self) -> str:
+        """The same with the default."""
+        return f"{self.meaning} (default: {self.default_text})"
 
     @property
     def default_text(self) -> str:
@@ -374,9 +407,100 @@ class _HelpFormatter(argparse.HelpFormatter):
         """Break lines at spaces only, so that ``--lr-decay`` stays whole."""
         return textwrap.wrap(text, width, break_on_hyphens=False)
 
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return f"--[no-]{action.option_strings[0][2:]}"
+        return super()._format_action_invocation(action)
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        return f"{action.metavar} ..." if action.nargs == "+" else str(action.metavar)
+
+
+class _Help(argparse.Action):
+    """Prints the help on a topic and exits."""
+
+    def __init__(self, *args: Any, model: type[BaseModel], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._model = model
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None
+    ) -> None:
+        """Raises ``SystemExit(0)``."""
+        topic = ALL if self.nargs == 0 else values
+        print(help_page(self._model, parser.prog, str(parser.description), topic), end="")
+        parser.exit()
+
+
+ALL = "all"
+
+
+def help_page(model: type[BaseModel], prog: str, description: str, topic: str | None) -> str:
+    """Return the page of ``--help TOPIC``.
+
+    Args:
+        model: of the options.
+        prog: the program's name.
+        description: of the program.
+        topic: the name of a group of options, or one of the model's ``TOPICS``, which maps
+            further names to groups; ``"all"``: every option; None: those that most runs need, or
+            all if none is marked as such.
+
+    Raises:
+        UserError: there is no such topic.
+    """
+    every = option_groups(model)
+    common = {
+        title: (about, chosen)
+        for title, (about, group) in every.items()
+        if (chosen := [leaf for leaf in group if leaf.is_common])
+    }
+    if topic == ALL or (topic is None and not common):
+        return _parser(model, prog, description, every).format_help()
+    if topic is None:
+        parser = _parser(model, prog, description, common, is_short=True)
+        parser.epilog = (
+            f"--help-all lists all {len(leaves(model))} options, --help TOPIC those of a group or "
+            f"an algorithm: {', '.join(every)}."
+        )
+        return parser.format_help()
+    title = getattr(model, "TOPICS", {}).get(topic, topic)
+    if title not in every:
+        hint = did_you_mean(topic, every)
+        raise UserError(f"--help: expected one of {', '.join(every)}, got {topic!r}; {hint}")
+    return _parser(model, prog, description, {title: every[title]}).format_help()
+
 
 def make_parser(model: type[BaseModel], prog: str, description: str) -> argparse.ArgumentParser:
     """Return a parser with one option for every field of ``model``."""
+    return _parser(model, prog, description, option_groups(model))
+
+
+def option_groups(model: type[BaseModel]) -> dict[str, tuple[str, list[Leaf]]]:
+    """Return the options by the heading they are listed under, each with the text below it."""
+    groups: dict[str, tuple[str, list[Leaf]]] = {}
+    for leaf in leaves(model).values():
+        inner = submodel(model.model_fields[leaf.path[0]])
+        about = (inner.__doc__ or "").split("\n\n")[0] if inner else ""
+        groups.setdefault(_title(model, leaf), (about, []))[1].append(leaf)
+    return groups
+
+
+def _title(model: type[BaseModel], leaf: Leaf) -> str:
+    """The heading that an option is listed under."""
+    owner = leaf.path[0]
+    is_inner = submodel(model.model_fields[owner]) is not None
+    return kebab(owner) if is_inner else str(extra(leaf.info).get("group", "options"))
+
+
+def _parser(
+    model: type[BaseModel],
+    prog: str,
+    description: str,
+    groups: dict[str, tuple[str, list[Leaf]]],
+    is_short: bool = False,
+) -> argparse.ArgumentParser:
+    """Return a parser of some groups of options; ``is_short``: its help has no details."""
     parser = argparse.ArgumentParser(
         prog=prog,
         usage=f"{prog} [options]",
@@ -387,34 +511,36 @@ def make_parser(model: type[BaseModel], prog: str, description: str) -> argparse
         exit_on_error=False,
         add_help=False,
     )
-    general = parser.add_argument_group("general")
-    *asking, telling = ANSWERED_AT_ONCE
-    general.add_argument(*asking, action="help", help="show this text and exit")
+    _add_general(model, parser)
+    for title, (about, group) in groups.items():
+        section = parser.add_argument_group(title, None if is_short else about)
+        owner = group[0].path[0]
+        if extra(model.model_fields[owner]).get("file"):
+            text = _file_help(model, owner)
+            section.add_argument(f"--{kebab(owner)}", metavar="FILE", help=text)
+        for leaf in group:
+            how = _argument(leaf, is_short)
+            section.add_argument(leaf.flag, dest=leaf.key, **how)
+            if leaf.former_flag:
+                hidden = how | {"help": argparse.SUPPRESS}
+                section.add_argument(leaf.former_flag, dest=leaf.former_flag, **hidden)
+    return parser
+
+
+def _add_general(model: type[BaseModel], parser: argparse.ArgumentParser) -> None:
     try:
         version = importlib.metadata.version("aladdin_mpi")
     except importlib.metadata.PackageNotFoundError:
         version = "(not installed)"
-    text = "show it and exit"
-    general.add_argument(telling, action="version", version=f"{prog} {version}", help=text)
-    text = "TOML file of options, overridden by those typed here"
+    general = parser.add_argument_group("general")
+    how: dict[str, Any] = {"action": _Help, "model": model}
+    text = "help on the options that most runs need, or on a topic"
+    general.add_argument("-h", "--help", nargs="?", metavar="[TOPIC]", help=text, **how)
+    general.add_argument("--help-all", nargs=0, help="help on all options", **how)
+    line = f"{parser.prog} {version}"
+    general.add_argument("--version", action="version", version=line, help="version")
+    text = "TOML file of options, which those on the command line override"
     general.add_argument("--config", metavar="FILE", help=text)
-    groups: dict[str, Any] = {}
-    for leaf in leaves(model).values():
-        owner = leaf.path[0]
-        inner = submodel(model.model_fields[owner])
-        title = owner if inner else extra(leaf.info).get("group", "options")
-        if title not in groups:
-            about = (inner.__doc__ or "").split("\n\n")[0] if inner else None
-            groups[title] = parser.add_argument_group(title, about)
-            if extra(model.model_fields[owner]).get("file"):
-                text = _file_help(model, owner)
-                groups[title].add_argument(f"--{kebab(owner)}", metavar="FILE", help=text)
-        how = _argument(leaf)
-        groups[title].add_argument(leaf.flag, dest=leaf.key, **how)
-        if leaf.former_flag:
-            hidden = how | {"help": argparse.SUPPRESS}
-            groups[title].add_argument(leaf.former_flag, dest=leaf.former_flag, **hidden)
-    return parser
 
 
 def _file_help(model: type[BaseModel], owner: str) -> str:
@@ -423,8 +549,8 @@ def _file_help(model: type[BaseModel], owner: str) -> str:
     return "TOML file of the options below" + (f", and of {named}" if named else "")
 
 
-def _argument(leaf: Leaf) -> dict[str, Any]:
-    text = f"{leaf.info.description} (default: {leaf.default_text})".replace("%", "%%")
+def _argument(leaf: Leaf, is_short: bool) -> dict[str, Any]:
+    text = (leaf.short_help if is_short else leaf.help).replace("%", "%%")
     if leaf.is_bool:
         return {"help": text, "action": argparse.BooleanOptionalAction}
     several = {"nargs": "+", "action": "extend"} if leaf.is_mapping or leaf.is_list else {}
@@ -640,7 +766,7 @@ def _unknown(model: type[BaseModel], location: Sequence[int | str]) -> str:
         if len(path) > 1:
             known.setdefault("_".join(path), as_argument(path))
     near = difflib.get_close_matches("_".join(names), known, n=1)
-    hint = f"did you mean {known[near[0]]}?" if near else "docs/quickstart.md has them all"
+    hint = f"did you mean {known[near[0]]}?" if near else "docs/reference/options.md lists all"
     return f"{'.'.join(names)}: no such option; {hint}"
 
 

@@ -1,6 +1,6 @@
-"""The options of each command that runs, composed of the run's own and the algorithms'.
+"""The options of training and simulation: general options and those of the algorithms.
 
-And which of them a resumed run takes over, and on which all ranks must agree.
+Also which options may differ between ranks, and which may change when a run is resumed.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel, PositiveFloat, PositiveInt, create_model, model_validator
 
@@ -38,6 +38,13 @@ from aladdin_mpi.options.reader import (
 )
 
 load_plugins()
+
+
+class _WithTopics(GeneralOptions):
+    TOPICS: ClassVar = {each.name: kebab(each.group) for each in ALGORITHMS.values()}
+    """Headings of the algorithms' options in ``--help``, by algorithm."""
+
+
 if TYPE_CHECKING:
     RunOptions = GeneralOptions
 else:
@@ -45,14 +52,14 @@ else:
     _own = {each.group: each.options for each in ALGORITHMS.values() if each.options}
     RunOptions = create_model(
         "RunOptions",
-        __base__=GeneralOptions,
+        __base__=_WithTopics,
         __module__=__name__,
         **{group: (_own[group], nested(_own[group])) for group in sorted(_own)},
     )
 
 
 class TrainOptions(RunOptions):
-    """The options of training over MPI."""
+    """Options of training over MPI."""
 
     @model_validator(mode="after")
     def _check_compute_time(self) -> TrainOptions:
@@ -77,20 +84,22 @@ MEASURED = (
     "forward_share",
     "backward_shape",
 )
-"""What a cluster's file may say of its computing, beside what it says of its network."""
+"""Fields on computing that a cluster file may contain in addition to the network's."""
 
 
 class SimulateOptions(RunOptions):
-    """The options of running in virtual time."""
+    """Options of a simulation."""
 
     compute_time: PositiveFloat = computing_option(
-        0.1, "virtual time of one step of a worker", "SECONDS"
+        0.1, "simulated time of one step of a worker", "SECONDS", common=True
     )
-    workers: PositiveInt = run_option(8, "workers to simulate; servers come on top", "RANKS")
+    workers: PositiveInt = run_option(
+        8, "number of workers, in addition to the servers", "RANKS", common=True
+    )
     cluster: Cluster = nested(Cluster, prefix=False, file=True, beside=MEASURED)
     ranks_per_host: PositiveInt | None = cluster_option(
         None,
-        "room for ranks on each host; places them in blocks (--placement block), evenly",
+        "maximum number of ranks per host; implies --placement block",
         "RANKS",
     )
 
@@ -124,7 +133,7 @@ class SimulateOptions(RunOptions):
 
 
 def check_workers(options: RunOptions, workers: int) -> None:
-    """Check the options that speak of single workers, now that their number is known.
+    """Check the options that name single workers, once the number of workers is known.
 
     Raises:
         UserError: an option names a worker that does not exist.
@@ -138,7 +147,7 @@ def check_workers(options: RunOptions, workers: int) -> None:
 
 
 def check_cluster(options: SimulateOptions, ranks: int) -> None:
-    """Check that ``ranks``, workers and servers together, suit the simulated cluster.
+    """Check that ``ranks``, workers and servers together, fit the simulated cluster.
 
     Raises:
         UserError: they do not fit the hosts, or an option names one that does not exist.
@@ -182,18 +191,18 @@ LOCAL_FIELDS = frozenset(
         "timeout",
     }
 )
-"""What may differ between ranks, since the result does not depend on it."""
+"""Options that may differ between ranks, since the result does not depend on them."""
 
 
 def agreed(options: BaseModel) -> dict[str, Any]:
-    """Return what all ranks must agree on: everything but ``LOCAL_FIELDS``, as JSON types."""
+    """Return the options that all ranks must share, all but ``LOCAL_FIELDS``, as JSON types."""
     return options.model_dump(mode="json", exclude=set(LOCAL_FIELDS))
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """Return a line such as ``"aladdin.pi: 4 and 2"`` for each difference.
 
-    ``a`` and ``b`` are configurations as :func:`agreed` gives them.
+    ``a`` and ``b`` are results of :func:`agreed`.
     """
     flat_a, flat_b = dict(_flat(a)), dict(_flat(b))
     return [
@@ -215,9 +224,9 @@ def _flat(
 
 # -- resuming -----------------------------------------------------------------------------
 SUMMARY = "summary.json"
-"""The file in a run folder that holds the results."""
+"""File of the results in a run folder."""
 CONFIG_NAME = "config.toml"
-"""The file in a run folder that holds the run's complete configuration."""
+"""File of the complete configuration in a run folder."""
 RESUME_FIELDS = (LOCAL_FIELDS - {"run_dir", "overwrite"}) | {
     *LENGTHS,
     "allow_resize",
@@ -229,26 +238,26 @@ RESUME_FIELDS = (LOCAL_FIELDS - {"run_dir", "overwrite"}) | {
     "spares",
     "worker_timeout",
 }
-"""What may be given beside ``--resume``."""
+"""Options that may be passed with ``--resume``."""
 RESIZE_FIELDS = frozenset({"cluster", "ranks_per_host", "servers", "slowdown", "workers"})
-"""What else may be given where the number of workers may change, and with it where they are."""
+"""Further options that may be passed with ``--resume --allow-resize``."""
 NOT_KEPT = frozenset({"allow_resize", "overwrite", "run_dir"})
-"""What the stored configuration says only of the command that wrote it."""
+"""Stored options that concern only the command that wrote them."""
 
 Options = TypeVar("Options", bound=RunOptions)
 
 
 class RunRequest(Generic[Options]):
-    """The run that a user asks for.
+    """The run that a user requests.
 
     Attributes:
-        model: of its options.
-        given: what the user has set.
-        settings: the same over those of the run that ``--resume`` names, if that is followed; but
-            not ``--resume auto``, on which all ranks have to agree.
+        model: the model of its options.
+        given: the user's settings.
+        settings: ``given``, over the settings of the run that ``--resume`` names if ``follows``;
+            but not with ``--resume auto``, on which all ranks have to agree.
 
     Raises:
-        UserError: there is no run to resume, or it cannot be resumed with what is given.
+        UserError: there is no run to resume, or it cannot be resumed with these settings.
     """
 
     def __init__(self, model: type[Options], given: Settings, follows: bool = True) -> None:
@@ -261,16 +270,16 @@ class RunRequest(Generic[Options]):
             self.settings = given
 
     def setting(self, name: str) -> Any:
-        """The value that is set for a field, not checked yet, or its default."""
+        """Return the unchecked value of a field, or its default."""
         setting = self.settings.get((name,))
         return self.model.model_fields[name].default if setting is None else setting.value
 
     @cached_property
     def options(self) -> Options:
-        """The options that follow from the settings.
+        """The validated options.
 
         Raises:
-            UserError: a value is bad.
+            UserError: a value is invalid.
         """
         return build(self.model, self.settings)
 
@@ -278,7 +287,7 @@ class RunRequest(Generic[Options]):
 def read_request(
     model: type[Options], argv: Argv, prog: str, description: str, follows: bool = True
 ) -> RunRequest[Options]:
-    """Return what a command line asks for; see :func:`.reader.read`.
+    """Return the run that a command line requests; see :func:`.reader.read`.
 
     Raises:
         UserError: an option or a key of a TOML file is unknown, or there is no run to resume.
@@ -287,20 +296,20 @@ def read_request(
 
 
 def parse(model: type[Options], argv: Argv, prog: str, description: str) -> Options:
-    """Return the options that a command line asks for.
+    """Return the options of a command line.
 
     Raises:
-        UserError: the same, or a value is bad.
+        UserError: as :func:`read_request`, or a value is invalid.
     """
     return read_request(model, argv, prog, description).options
 
 
 def resumed_settings(model: type[BaseModel], given: Settings, run_dir: Path) -> Settings:
-    """Return the configuration stored in ``run_dir`` with ``given`` over it.
+    """Return the configuration stored in ``run_dir``, overridden by ``given``.
 
     Raises:
-        UserError: ``run_dir`` holds no configuration, or ``given`` has an option
-            that a resumed run cannot change.
+        UserError: ``run_dir`` contains no configuration, or ``given`` an option that a resumed
+            run cannot change.
     """
     resizes = given.get(("allow_resize",))
     changeable = RESUME_FIELDS | (RESIZE_FIELDS if resizes and resizes.value else frozenset())
@@ -327,20 +336,20 @@ def resumed_settings(model: type[BaseModel], given: Settings, run_dir: Path) -> 
 # -- options without effect -----------------------------------------------------------------
 DGC = "dgc"
 GROUPS = {name for name, info in RunOptions.model_fields.items() if submodel(info)}
-"""The fields of RunOptions that are options of one algorithm, or of a compression."""
+"""Fields of RunOptions that contain the options of an algorithm or of a compression."""
 
 
 def unused(options: RunOptions, given: Settings) -> dict[str, str]:
-    """The options on the command line that have no effect on this run, and what to do with each.
+    """Return the options on the command line that have no effect, with a remedy for each.
 
-    No errors, because runs of several algorithms may share a command line, as in a job array.
-    What stands in a file is left alone: that of a run holds all options.
+    They are not errors, because runs of several algorithms may share a command line, as in a job
+    array. Options in a file are ignored here, since the file of a run contains all of them.
 
     Args:
-        options: of the run.
+        options: the run's options.
         given: the user's settings.
     """
-    # One that does not exist is refused later, on all ranks at once.
+    # An unknown algorithm is refused later, on all ranks at once.
     used = {each.group for name, each in ALGORITHMS.items() if name == options.algorithm}
     if options.compression == DGC:
         used.add(DGC)
@@ -354,7 +363,7 @@ def unused(options: RunOptions, given: Settings) -> dict[str, str]:
 
 
 def warnings(options: RunOptions, given: Settings) -> list[str]:
-    """Return a line for each of them, and for each option with its former spelling."""
+    """Return a warning for each option without effect, and for each with its former spelling."""
     renamed = renamed_flags(type(options), given).items()
     return [
         *(f"{flag} has no effect {remedy}" for flag, remedy in unused(options, given).items()),

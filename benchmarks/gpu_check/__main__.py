@@ -31,14 +31,14 @@ from benchmarks.machine import machine
 
 LIMIT = 480.0
 ROOM = 8 * 2**30
-"""Bytes that the run folders may take."""
+"""Bytes available to the run folders."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the check; returns the exit status.
+    """Run the check and return the exit status.
 
     Raises:
-        UserError: there is no accelerator, or no mpirun.
+        UserError: no accelerator or no mpirun was found.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     args = _parser().parse_args(argv)
@@ -65,7 +65,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def _memory() -> str | None:
-    """Return a folder in memory with room for checkpoints, which no disk slows down; None: none."""
+    """Return a folder in memory with space for checkpoints, to avoid slow disks; None: none."""
     shared = Path("/dev/shm")
     if shared.is_dir() and shutil.disk_usage(shared).free >= ROOM:
         return str(shared)

@@ -1,10 +1,10 @@
-"""Build a folder with all that the check needs on a bare machine, used as it lies there.
+"""Build a folder with everything that the check needs on a bare machine, without installation.
 
     make gpu-check-bundle
     python -m benchmarks.gpu_check.bundle FOLDER
 
-The folder holds Open MPI, mpi4py and the other dependencies for Python 3.12 on x86-64, without what
-a machine with torch and torchvision has. ``tools/gpu-check.sh --bundle FOLDER`` uses it.
+The folder holds Open MPI, mpi4py and the other dependencies for Python 3.12 on x86-64, except those
+that a machine with torch and torchvision has. ``tools/gpu-check.sh --bundle FOLDER`` uses it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ else:
 ROOT = Path(__file__).parents[2]
 PYTHON = "3.12"
 GLIBC = (5, 12, 17, 24, 27, 28)
-"""Minor versions of the glibc 2 that wheels are built for; pip matches each exactly."""
+"""Minor versions of glibc 2 for which wheels are built; pip matches each exactly."""
 LEGACY_PLATFORMS = ("manylinux1_x86_64", "manylinux2010_x86_64", "manylinux2014_x86_64")
 PRESENT = ("numpy", "pillow", "torch")
 """Dependencies that a machine with torch and torchvision has."""
 LARGEST = 60 * 2**20
-"""Size of the folder, in bytes, at most."""
+"""Largest size of the folder in bytes."""
 
 
 def requirements() -> list[str]:
@@ -52,10 +52,10 @@ def requirements() -> list[str]:
 
 
 def download(wheels: Path) -> None:
-    """Download the wheels of :func:`requirements` and of all that they need.
+    """Download the wheels of :func:`requirements` and of their dependencies.
 
     Raises:
-        UserError: pip failed; with its last line.
+        UserError: pip failed; contains its last line.
     """
     platforms = [*LEGACY_PLATFORMS, *(f"manylinux_2_{minor}_x86_64" for minor in GLIBC)]
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(wheels)]
@@ -69,7 +69,7 @@ def download(wheels: Path) -> None:
 
 
 def unpack(wheel: Path, target: Path) -> None:
-    """Unpack a wheel so that ``target`` serves as a path for modules and as a prefix.
+    """Unpack a wheel so that ``target`` serves as a module path and as a prefix.
 
     ``pip install --target`` leaves out the libraries in a wheel's ``data/lib``.
     """
@@ -84,7 +84,7 @@ def unpack(wheel: Path, target: Path) -> None:
 
 
 def build(target: Path) -> int:
-    """Build the bundle at ``target``; returns its size in bytes.
+    """Build the bundle at ``target`` and return its size in bytes.
 
     Raises:
         UserError: ``target`` holds other files, a wheel is missing, or the bundle is too large.
@@ -108,7 +108,7 @@ def build(target: Path) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Build the bundle; returns the exit status."""
+    """Build the bundle and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu_check.bundle",
         description=(__doc__ or "").splitlines()[0],

@@ -11,10 +11,10 @@ from aladdin_mpi import accelerator
 VARIABLE = "ALADDIN_MPI_GPU_CHECK_DEVICE"
 """Environment variable by which the parent process selects the device for its programs."""
 FOLDER = "ALADDIN_MPI_GPU_CHECK_FOLDER"
-"""Environment variable with the report's folder, for pictures and traces."""
+"""Environment variable with the report's folder, for figures and traces."""
 TEST = "test"
 LONGEST_COPY = 200
-"""Delay of a copy on the test device, in microseconds, at most."""
+"""Largest delay of a copy on the test device in microseconds."""
 
 
 def is_test_device() -> bool:
@@ -23,12 +23,12 @@ def is_test_device() -> bool:
 
 
 def report_folder() -> Path:
-    """Return the folder of the report, for what a program adds to it."""
+    """Return the folder of the report, for a program's additional files."""
     return Path(os.environ[FOLDER])
 
 
 def load() -> None:
-    """Make torch know the test device if it is selected; does nothing for a GPU."""
+    """Register the test device with torch if it is selected; do nothing for a GPU."""
     if is_test_device():
         test_device = importlib.import_module("tests.late.device")
         test_device.runtime.set_delays(LONGEST_COPY, 0, 0)

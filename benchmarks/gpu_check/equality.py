@@ -74,9 +74,9 @@ def _largest(difference: torch.Tensor) -> float:
 
 
 def check_accounting(folder: str, name: str) -> None:
-    """Run an algorithm whose result depends on timing: every sample counted, all values finite.
+    """Run an algorithm whose result depends on timing: all samples are counted, all values finite.
 
-    A run whose server applied other gradients than the workers computed ends with an error.
+    A run ends with an error if its server applied other gradients than the workers computed.
     """
     result = train(folder, "gpu", name, {})
     finite = bool(WORLD.allreduce(int(bool(result.isfinite().all())), MPI.MIN))

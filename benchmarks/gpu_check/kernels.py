@@ -22,7 +22,7 @@ from benchmarks.gpu_check.rows import SKIP, Row
 PART = "equality"
 SIZES = (5, 255, 256, 257, 3089)
 TOLERANCE = 1e-6
-"""Largest difference: a rounding, as torch may compute a product and a sum in one operation."""
+"""Largest difference: a rounding error, since torch may fuse a product and a sum."""
 OTHER_STEPS = 1e-3
 """Largest share of quantised values that are a step apart: at ties the division decides."""
 

@@ -2,7 +2,7 @@
 
 Runs under mpirun with three ranks; the argument is a folder for the runs. The figures are multiples
 of the model (its trainable parameters in fp32) on the worker that uses most, after six steps,
-without activations and what backward uses for itself.
+without activations and backward's temporary memory.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ SHARE, ROUNDING = 0.05, 0.05
 UPPER_BOUNDS = ("aladdin", "aladdin-ahead", "multistep")
 """Algorithms that use less than the guide says when messages leave and arrive in time."""
 WARM_UP = ("bsp", "ar-sgd")
-"""Runs before the measurement: what stays for the process, such as the workspace of cuBLAS on
-all ranks."""
+"""Runs before the measurement, for memory that the process keeps, such as cuBLAS's workspace on all
+ranks."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "DGC": {"compression": "dgc"},
     "--node-sums": {"node_sums": True},
@@ -66,7 +66,7 @@ def network() -> nn.Module:
 
 
 class _Meter:
-    """Bytes of device memory and of pinned memory in use by this process."""
+    """Measures the bytes of device memory and of pinned memory in use by this process."""
 
     def __init__(self) -> None:
         self._registered = 0
@@ -89,9 +89,9 @@ class _Meter:
         pages.__init__, pages.__del__ = created, released
 
     def read(self) -> tuple[int, int]:
-        """Return device and pinned bytes; waits for the device.
+        """Wait for the device and return device and pinned bytes.
 
-        Bytes of a GPU are those asked for: its allocator rounds a vector up, by 2 MiB at most.
+        Bytes of a GPU are the requested ones: its allocator rounds a vector up, by at most 2 MiB.
         """
         torch.accelerator.synchronize()
         if is_test_device():
@@ -99,7 +99,7 @@ class _Meter:
 
             used = runtime.memory_used()
             return used[0], used[2]
-        torch.empty(1, device="cuda")  # takes back what the device has just done with
+        torch.empty(1, device="cuda")  # reclaims memory that the device has just finished using
         device = torch.cuda.memory_stats()["requested_bytes.all.current"]
         pinned = torch.cuda.host_memory_stats()["active_bytes.current"]
         return device, pinned + self._registered

@@ -14,9 +14,9 @@ class Job:
     Args:
         ranks: number of MPI ranks.
         module: program below ``benchmarks.gpu_check``.
-        options: of mpirun.
-        arguments: of the program, after its folder.
-        status: exit status of a job that went well.
+        options: options of mpirun.
+        arguments: the program's arguments, after its folder.
+        status: exit status of a successful job.
     """
 
     ranks: int
@@ -37,8 +37,8 @@ class Part:
 
     Args:
         name: as in ``--only``.
-        limit: longest duration on a machine with a GPU, in seconds.
-        jobs: programs, run one after the other.
+        limit: time limit on a machine with a GPU, in seconds.
+        jobs: programs, run in sequence.
     """
 
     name: str
@@ -63,4 +63,4 @@ PARTS = (
     Part("profile", 90.0, (Job(3, "profile"),)),
     Part("speed", 240.0, (Job(1, "speed"), Job(2, "speed"))),
 )
-"""In the order of their value: a check that is cut short has run the first ones."""
+"""Parts in order of importance: a check that is cut short has run the first ones."""

@@ -1,4 +1,4 @@
-"""Draws one training step of a profile as a timeline: the host's phases and the GPU's streams."""
+"""Draw one training step of a profile as a timeline: the host's phases and the GPU's streams."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw
 from benchmarks.gpu_check.trace import LABEL, Interval, Span
 
 WIDTH, LEFT, RIGHT, TOP, LANE, BOTTOM = 1400, 150, 20, 60, 34, 40
-"""Pixels: of the picture, of its margins, and of a lane."""
+"""Size in pixels of the figure, its margins, and a lane."""
 BACKGROUND, INK, GRID = (255, 255, 255), (40, 40, 40), (225, 225, 225)
 HOST = "host"
 COLOURS = {
@@ -22,7 +22,7 @@ COLOURS = {
     "copy to the GPU": (200, 50, 80),
     "copy or fill on the GPU": (170, 170, 170),
 }
-"""By kind of span, in the order of the legend."""
+"""Colours by kind of span, in the order of the legend."""
 TICKS = 10
 
 
@@ -58,7 +58,7 @@ def draw(title: str, spans: Sequence[Span], window: Interval, path: Path) -> Non
         title: printed above.
         spans: labels of the host that are in ``COLOURS``, and work of the GPU.
         window: first and last microsecond.
-        path: of the file.
+        path: path of the file.
     """
     rows = lanes(spans)
     height = TOP + LANE * len(rows) + BOTTOM

@@ -1,7 +1,7 @@
 """Host stalls, launches and overlap of each algorithm, from the profile of one worker.
 
 Runs under mpirun with three ranks; the argument is a folder for the runs. On the delayed-copy test
-device its own counters tell stalls and launches, and there are no pictures.
+device its counters report stalls and launches, and no figures are drawn.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ CASES: dict[str, dict[str, Any]] = {
     "ar-sgd dgc": DGC,
 }
 PICTURED = ("aladdin-ahead", "ar-sgd", "bsp", "local-sgd", "sgp")
-"""One of each family: asynchronous, all-reduce, server, periodic averaging, gossip."""
+"""One algorithm of each family: asynchronous, all-reduce, server, periodic averaging, gossip."""
 LAYERS, FEATURES = 6, 1000
 BATCH = 16 if is_test_device() else 2048
 FIRST, LAST = 8, 12
-"""Steps that are profiled: from the first to before the last."""
+"""Profiled steps: from the first up to, but not including, the last."""
 STEPS = 4 * LAST
-"""Steps per worker: asynchronous workers share them as they come."""
+"""Steps per worker; asynchronous workers share them dynamically."""
 STALLS = (
     "items",
     "operators that the host waits for",
@@ -55,11 +55,11 @@ STALLS = (
     "waits for a device",
     "waits for an event",
 )
-"""Counters of the test device for what keeps the host from giving out more work."""
+"""Counters of the test device for operations that keep the host from issuing work."""
 LAUNCHES = ("kernels", "copies on a device", "copies to a device", "copies to the host")
-"""Counters of the test device for work that the host gives out."""
+"""Counters of the test device for work that the host issues."""
 LEAST_OVERLAP = 0.5
-"""Share of the gradient copies' time under the backward pass: the last buckets come after it."""
+"""Smallest share of the gradient copies' time during backward; the last buckets follow it."""
 PHASES = ("forward", "backward", "run.step")
 
 
@@ -68,11 +68,11 @@ class Observed:
     """Figures of one worker over the profiled steps.
 
     Args:
-        steps: number of them; 0: the worker has not come to them.
+        steps: number of profiled steps; 0: the worker has not reached them.
         buckets: number of messages of a model.
         stalls: waits of the host, by kind.
         launches: kernels, copies and fills.
-        overlap: share of the copies to the host under the backward pass; None: not measured.
+        overlap: share of the copies to the host during the backward pass; None: not measured.
         copies: number of copies to the host.
     """
 
@@ -181,7 +181,7 @@ def _counts() -> Counter[str]:
 
 
 def observe(folder: Path, name: str, options: dict[str, Any]) -> Observed:
-    """Return what one worker does in the profiled steps of a run."""
+    """Return one worker's figures in the profiled steps of a run."""
     module = network()
     run = DataParallel(
         module,
@@ -262,7 +262,7 @@ def _report_launches(name: str, observed: Observed, plain: float) -> None:
 
 def _report_overlap(name: str, observed: Observed) -> None:
     assert observed.overlap is not None
-    figures = f"{observed.overlap:.0%} of the copies to the host are under the backward pass"
+    figures = f"{observed.overlap:.0%} of the copies to the host are during the backward pass"
     by_bucket = observed.copies >= observed.steps * observed.buckets > observed.steps
     note = f"at least {LEAST_OVERLAP:.0%}" if by_bucket else "sends no gradient bucket by bucket"
     passed = not by_bucket or observed.overlap >= LEAST_OVERLAP

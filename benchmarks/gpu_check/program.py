@@ -1,7 +1,7 @@
 """Run a module as ``python -m`` does, with the selected accelerator loaded first.
 
 Arguments: the module and its arguments. Shortly before its time limit the program prints the stack
-of every thread, so that the log tells where a program that did not finish was.
+of every thread, so that the log shows where a program that did not finish was.
 """
 
 from __future__ import annotations

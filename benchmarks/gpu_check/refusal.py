@@ -1,4 +1,4 @@
-"""Gradients that are not finite: refused, and the result is the CPU's.
+"""Check that gradients that are not finite are rejected, with the same result as on the CPU.
 
 Runs under mpirun; the argument is a folder for the runs.
 """
@@ -28,7 +28,7 @@ TOLERANCE = 1e-3
 def train_with_refused(
     folder: str, device: str, name: str, **options: Any
 ) -> tuple[dict[str, torch.Tensor], int]:
-    """Train with NaN in the first worker's images; returns the state and rank 0's refusals."""
+    """Train with NaN in the first worker's images; return the state and rank 0's refusals."""
     module = network()
     module.insert(1, nn.BatchNorm2d(4))
     run = make(module, folder, device, name, **options)

@@ -62,7 +62,7 @@ class Report:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file whole: a reader, or a stop, never meets a part of it."""
+    """Write a file atomically, so that readers never see a part of it."""
     temporary = path.with_name(f".{path.name}")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)

@@ -1,4 +1,4 @@
-"""Rows of the report, and how the programs of a part report them."""
+"""Rows of the report, and their text form in the output of a part's programs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def print_row(row: Row) -> None:
 
 
 def parse(line: str) -> Row | None:
-    """Return the row that a line of output holds; None for other output."""
+    """Return the row in a line of output; None for other output."""
     if not line.startswith(MARK):
         return None
     return Row(**json.loads(line.removeprefix(MARK)))

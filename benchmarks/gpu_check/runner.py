@@ -1,4 +1,4 @@
-"""Runs the programs of a part with a time limit and collects their rows."""
+"""Run the programs of a part with a time limit and collect their rows."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from benchmarks.gpu_check.rows import FAIL, SKIP, Row
 STOP_SECONDS = 10.0
 """Time for mpirun to end its ranks."""
 LAST_LINES = 3
-"""Lines of a failed program's output that its row quotes."""
+"""Number of lines of a failed program's output that its row quotes."""
 
 
 class Runner:
-    """Runs parts on one device and passes on each row when it is printed.
+    """Runs parts on one device and forwards each row when it is printed.
 
     Args:
         device: "gpu" or "test".
@@ -78,7 +78,7 @@ class Runner:
         reader.start()
         try:
             problem = self._wait(process, job.status, seconds)
-        except BaseException:  # Ctrl-C or SIGTERM: a session of its own gets neither
+        except BaseException:  # Ctrl-C or SIGTERM, which do not reach the separate session
             self._end(process)
             raise
         reader.join(STOP_SECONDS)
@@ -91,7 +91,7 @@ class Runner:
         return harness.environment() | own | {"PYTHONUNBUFFERED": "1"}
 
     def _wait(self, process: subprocess.Popen[str], expected: int, seconds: float) -> str:
-        """Wait for the end of a program; returns what went wrong."""
+        """Wait for the end of a program and return a description of the problem, if any."""
         try:
             status = process.wait(seconds)
         except subprocess.TimeoutExpired:

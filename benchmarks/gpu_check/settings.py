@@ -1,4 +1,4 @@
-"""Settings that only a GPU follows: precision, cuDNN, memory format, compilation, NCCL.
+"""Check settings that only affect a GPU: precision, cuDNN, memory format, compilation, NCCL.
 
 Runs under mpirun with one rank, or with two for NCCL between GPUs; the argument is a folder for the
 runs. With one rank the algorithm is ar-sgd.
@@ -141,7 +141,7 @@ def check_pinned() -> None:
 
 
 def check_bucket_size(folder: str) -> None:
-    """Make a run without a size of its messages, and compare it with the one for GPUs."""
+    """Run without a given message size, and compare the size with the default for GPUs."""
     module = network()
     run = DataParallel(module, algorithm="ar-sgd", device="gpu", run_dir=f"{folder}/buckets")
     size = run.options.bucket_mb
@@ -200,7 +200,7 @@ def check_one_rank(folder: str) -> None:
 
 
 def main() -> None:
-    """Check what this number of ranks can."""
+    """Run the checks for this number of ranks."""
     if WORLD.size == 1:
         check_one_rank(sys.argv[1])
     else:

@@ -1,9 +1,9 @@
-"""Time of a training step with DDP, ar-sgd and aladdin-ahead over that of plain torch.
+"""Measure a training step with DDP, ar-sgd and aladdin-ahead, relative to plain torch.
 
-Runs under mpirun with one rank, for what needs no other, or with two, of which rank 0 is the server
-of aladdin-ahead; the argument is a folder for the runs. A contender and plain torch train the same
-network on the same batch and GPU. They take turns of a few steps, and the medians of their turns
-are compared: the overhead is the time of a step over plain torch's, minus one.
+Runs under mpirun with one rank, for contenders that need no other, or with two, of which rank 0 is
+the server of aladdin-ahead; the argument is a folder for the runs. A contender and plain torch
+train the same network on the same batch and GPU, in alternating turns of a few steps. The overhead
+is the ratio of the medians of their turns, minus one.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ LARGEST_OVERHEAD = 0.02
 WARM_UP, TURNS, TURN = (2, 3, 2) if is_test_device() else (30, 9, 10)
 """Steps of each before the measurement, turns of each, and steps of a turn."""
 STEPS = WARM_UP + TURNS * TURN + 1
-"""Of a run, which ends in its last step."""
+"""Steps of a run, which ends in its last step."""
 REST = 0.5
-"""Seconds before a turn: the messages of the last steps have then arrived."""
+"""Seconds before a turn, so that the messages of the last steps have arrived."""
 Steps = Iterator[None]
-"""Trains, and yields when the work of a step has been given out."""
+"""Trains, and yields when the work of a step has been issued."""
 Contender = Callable[[Workload, str], Steps]
 
 
 def device() -> torch.device:
-    """Return the GPU; the CPU where the check runs without one."""
+    """Return the GPU, or the CPU if the check runs without one."""
     kind = None if is_test_device() else accelerator.kind()
     return torch.device(kind, 0) if kind else torch.device("cpu")
 
 
 def now() -> float:
-    """Return the time when the device has done all that it was given."""
+    """Return the time when the device has completed all its work."""
     if device().type != "cpu":
         torch.accelerator.synchronize()
     return time.perf_counter()
@@ -139,7 +139,7 @@ def _seconds(steps: Steps, count: int) -> float:
 
 
 def report(workload: Workload, name: str, plain_time: float, own_time: float) -> None:
-    """Print the row of a contender; this package's have to stay within the bound."""
+    """Print the row of a contender; this package's must stay within the bound."""
     overhead = own_time / plain_time - 1
     rates = [f"{workload.samples / each:.4g}" for each in (own_time, plain_time)]
     figures = (
@@ -157,7 +157,7 @@ def report(workload: Workload, name: str, plain_time: float, own_time: float) ->
 
 
 def main() -> None:
-    """Measure each workload with the contenders that this number of ranks serves."""
+    """Measure each workload with the contenders for this number of ranks."""
     for workload in SMALL if is_test_device() else FULL:
         for name, contender in (ALONE if WORLD.size == 1 else WITH_SERVER).items():
             found = WORLD.gather(measure(contender, workload, sys.argv[1]), root=0)

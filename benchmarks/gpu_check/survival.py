@@ -1,4 +1,4 @@
-"""A run with aladdin-ahead that continues when a worker is killed.
+"""Check that a run with aladdin-ahead continues when a worker is killed.
 
 Runs under ``mpirun --with-ft ulfm``; the argument is a folder for the runs.
 """
@@ -18,7 +18,7 @@ STEPS, STOP = 60, 10
 
 
 def main() -> None:
-    """Kill the last worker in a run and report what the others have done."""
+    """Kill the last worker in a run and report the result of the others."""
     module = network()
     total = BATCH * STEPS * (WORLD.size - 1)
     run = make(module, sys.argv[1], "gpu", "aladdin-ahead", samples=total)

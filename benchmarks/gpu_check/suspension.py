@@ -1,7 +1,7 @@
-"""A run that is stopped by SIGUSR2, as by a batch system, and resumed by another job.
+"""Check a run that is stopped by SIGUSR2, as by a batch system, and resumed by another job.
 
 Runs under mpirun; the arguments are a folder for the runs, the name of a case, and "stop" or
-"resume". The job that is stopped ends with the status of a suspended run.
+"resume". The stopped job ends with the status of a suspended run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.gpu_check.training import (
 
 PART = "recovery"
 STEPS, STOP = 24, 9
-"""Steps of a worker, and the step in which the signal comes to the last rank."""
+"""Steps of a worker, and the step in which the last rank receives the signal."""
 
 
 def train(folder: str, name: str, is_stopped: bool, **options: Any) -> tuple[torch.Tensor, Any]:
@@ -43,7 +43,7 @@ def train(folder: str, name: str, is_stopped: bool, **options: Any) -> tuple[tor
 
 
 def check_resumed(folder: str, name: str) -> None:
-    """Resume the run in ``folder`` and compare it with a run without a break."""
+    """Resume the run in ``folder`` and compare it with an uninterrupted run."""
     stopped = f"{folder}/{name.replace(' ', '-')}-stopped"
     expected, _ = train(folder, name, False)
     result, summary = train(folder, name, False, resume=stopped)
@@ -57,7 +57,7 @@ def check_resumed(folder: str, name: str) -> None:
     figures = f"{summary['samples']} of {total} samples"
     if name in DETERMINISTIC:
         passed = passed and largest == 0.0
-        figures += f", difference from the run without a break {largest:.1e}"
+        figures += f", difference from an uninterrupted run {largest:.1e}"
     rows.report(PART, f"{name}: stopped by SIGUSR2 and resumed", passed, figures)
 
 

@@ -1,7 +1,7 @@
-"""Reads a trace of torch's profiler: host stalls, launches, and copies during computation.
+"""Read a trace of torch's profiler: host stalls, launches, and copies during computation.
 
-The trace is the Chrome trace that ``torch.profiler.profile.export_chrome_trace`` writes. Its times
-are in microseconds.
+The trace is a Chrome trace written by ``torch.profiler.profile.export_chrome_trace``. Times are in
+microseconds.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 CALLS = ("cuda_runtime", "cuda_driver")
-"""Categories of calls of the host to CUDA."""
+"""Categories of the host's CUDA calls."""
 COPY = "gpu_memcpy"
 WORK = ("kernel", COPY, "gpu_memset")
-"""Categories of what the GPU does."""
+"""Categories of the GPU's work."""
 LABEL = "user_annotation"
 """Category of ``torch.profiler.record_function``."""
 WAITS = (
@@ -36,22 +36,22 @@ WAITS = (
     "cuCtxSynchronize",
     "cuEventSynchronize",
 )
-"""Calls that return when the GPU has finished something, or that may."""
+"""Calls that wait for the GPU, or may wait."""
 PAGEABLE = "copy of pageable memory"
 Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that the host or the GPU did for a while.
+    """An interval of work of the host or the GPU.
 
     Args:
-        name: of the call, kernel, copy or label.
-        category: Kineto's, such as "kernel".
-        begin: in microseconds.
-        end: in microseconds.
-        stream: of the GPU; None on the host.
-        correlation: number that a call has in common with what the GPU did for it.
+        name: name of the call, kernel, copy or label.
+        category: Kineto's category, such as "kernel".
+        begin: start in microseconds.
+        end: end in microseconds.
+        stream: the GPU's stream; None on the host.
+        correlation: number that links a call with the GPU's work for it.
     """
 
     name: str
@@ -78,7 +78,7 @@ def read(path: Path) -> list[Span]:
 
 
 def spans(trace: dict[str, Any]) -> list[Span]:
-    """Return the spans of a trace in the order in which they began."""
+    """Return the spans of a trace, sorted by start."""
     found = [
         Span(
             event["name"],
@@ -95,7 +95,7 @@ def spans(trace: dict[str, Any]) -> list[Span]:
 
 
 def labelled(trace: Sequence[Span], label: str) -> list[Span]:
-    """Return what the host did under a label."""
+    """Return the host's spans under a label."""
     return [span for span in trace if span.category == LABEL and span.name == label]
 
 
@@ -106,7 +106,7 @@ def called(trace: Sequence[Span], window: Interval) -> list[Span]:
 
 
 def done_for(trace: Sequence[Span], window: Interval) -> list[Span]:
-    """Return what the GPU did for the calls within ``window``."""
+    """Return the GPU's work for the calls within ``window``."""
     numbers = {call.correlation for call in called(trace, window)}
     return [span for span in trace if span.category in WORK and span.correlation in numbers]
 
@@ -121,12 +121,12 @@ def stalls(trace: Sequence[Span], window: Interval) -> Counter[str]:
 
 
 def launches(trace: Sequence[Span], window: Interval) -> int:
-    """Count what the host gave the GPU to do within ``window``: kernels, copies and fills."""
+    """Count the work that the host issued within ``window``: kernels, copies and fills."""
     return len(done_for(trace, window))
 
 
 def computed(trace: Sequence[Span], window: Interval) -> Interval | None:
-    """Return from when to when the GPU computed what was launched within ``window``."""
+    """Return the interval in which the GPU computed the work launched within ``window``."""
     kernels = [span for span in done_for(trace, window) if span.category == "kernel"]
     if not kernels:
         return None

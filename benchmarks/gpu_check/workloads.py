@@ -58,10 +58,10 @@ class Workload:
     """A network, the batch that it is trained on and its optimizer.
 
     Args:
-        name: as in the report.
-        samples: per batch.
-        network: makes the network; drawn with seed 1.
-        batch: makes inputs and labels.
+        name: name in the report.
+        samples: samples per batch.
+        network: creates the network, with random seed 1.
+        batch: creates inputs and labels.
         optimizer: "sgd", with momentum, or "adamw".
     """
 
@@ -82,7 +82,7 @@ class Workload:
         return module, (inputs, labels)
 
     def torch_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
-        """Return torch's fused optimizer, the fastest there is."""
+        """Return torch's fused optimizer, its fastest."""
         if self.optimizer == "adamw":
             return torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
         return torch.optim.SGD(
@@ -141,7 +141,7 @@ FULL = (
     ),
     Workload("GPT", 16, GPT, lambda: _tokens(16, 1024, 50304), "adamw"),
 )
-"""On a GPU: 224 x 224 pixels and 1,000 classes; sequences of 1,024 tokens."""
+"""Workloads for a GPU: 224 x 224 pixels and 1,000 classes; sequences of 1,024 tokens."""
 SMALL = (
     Workload(
         "ResNet-20",
@@ -152,4 +152,4 @@ SMALL = (
     ),
     Workload("small GPT", 2, lambda: GPT(64, 16, 32, 2, 2), lambda: _tokens(2, 16, 64), "adamw"),
 )
-"""For a machine without a GPU, to try out the programs."""
+"""Workloads for a machine without a GPU, to try the programs."""

@@ -1,1 +1,1 @@
-"""Parts of benchmarks.convergence: its networks, runs, figures, bars and pictures."""
+"""Parts of benchmarks.convergence: its networks, runs, values, bars and plots."""

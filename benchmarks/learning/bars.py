@@ -1,4 +1,4 @@
-"""What the runs of `benchmarks.convergence` are held to."""
+"""Bars for the runs of `benchmarks.convergence`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from benchmarks.learning.part import NESTEROV
 from benchmarks.learning.parts import PUBLISHED_WORKERS, SLOWDOWNS, ahead_name, slow_name
 
 BAR_ACCURACY = 0.3
-"""Accuracy below the synchronous one's, at most, in points."""
+"""Largest deficit in accuracy against synchronous training, in points."""
 BAR_SAMPLES = 1.05
-"""aladdin-ahead's samples to the synchronous training loss, over ar-sgd's, at most."""
+"""Largest ratio of aladdin-ahead's samples to ar-sgd's, to the synchronous training loss."""
 BAR_FASTER = 2.5
-"""ALADDIN to the target with VGG's timing, against ar-sgd, at least, as published."""
+"""Smallest speed of ALADDIN to the target relative to ar-sgd, with VGG's timing, as published."""
 BAR_SLOW_ACCURACY = 0.5
-"""aladdin-ahead's accuracy with a slow worker, below that with all alike, at most, in points."""
+"""Largest loss of accuracy of aladdin-ahead with a slow worker, in points."""
 BAR_SLOW_FASTER = {10: 6.0}
-"""aladdin-ahead to the target against ar-sgd, at least, with a worker so many times slower."""
+"""Smallest speed of aladdin-ahead to the target relative to ar-sgd, by one worker's slowdown."""
 BAR_VGG_FASTER, BAR_VGG_SPEED_UP = 1.2, 7.9
 """The same with VGG's timing and eight workers."""
 
@@ -26,7 +26,7 @@ Lines = Mapping[str, Mapping[str, Any]]
 
 
 def missed(table: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What is not as aimed at, in words."""
+    """Return a description of each missed bar."""
     parts: dict[str, dict[str, Mapping[str, Any]]] = {}
     for row in table:
         parts.setdefault(row["part"], {})[row["algorithm"]] = row
@@ -69,7 +69,7 @@ def _missed_faster(name: str, ours: Mapping[str, Any], bar: float) -> list[str]:
     if faster is not None and faster >= bar:
         return []
     shown = "never" if faster is None else f"{faster:.2f} times as fast as ar-sgd"
-    return [f"{ours['part']}: {name} is at the target {shown}, expected {bar}"]
+    return [f"{ours['part']}: {name} reaches the target {shown}, expected {bar}"]
 
 
 def _missed_slow(
@@ -77,7 +77,7 @@ def _missed_slow(
 ) -> list[str]:
     found = []
     if alike:
-        than = "that with all workers alike"
+        than = "that with equal workers"
         found += _missed_accuracy("aladdin-ahead", ours, than, alike, BAR_SLOW_ACCURACY)
     if bar is not None:
         found += _missed_faster("aladdin-ahead", ours, bar)
@@ -85,12 +85,12 @@ def _missed_slow(
 
 
 def _missed_vgg(ours: Mapping[str, Any], parts: Mapping[str, Lines]) -> list[str]:
-    """With VGG's timing it has to be the first of all at the target."""
+    """Check that aladdin-ahead reaches the target first with VGG's timing."""
     part = ours["part"]
     found = _missed_faster("aladdin-ahead", ours, BAR_VGG_FASTER)
     if ours["speed-up"] < BAR_VGG_SPEED_UP:
         found.append(
-            f"{part}: aladdin-ahead has a speed-up of {ours['speed-up']:.2f}, expected "
+            f"{part}: aladdin-ahead has a speedup of {ours['speed-up']:.2f}, expected "
             f"{BAR_VGG_SPEED_UP}"
         )
     times = {
@@ -101,7 +101,7 @@ def _missed_vgg(ours: Mapping[str, Any], parts: Mapping[str, Lines]) -> list[str
     first = min(times, key=times.__getitem__, default=None)
     own = ours["to target, s"]
     if first is not None and (own is None or times[first] < own):
-        found.append(f"{part}: {first} is at the target before aladdin-ahead")
+        found.append(f"{part}: {first} reaches the target before aladdin-ahead")
     return found
 
 

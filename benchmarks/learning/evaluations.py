@@ -1,4 +1,4 @@
-"""What the evaluations of a run say of its accuracy over time."""
+"""Accuracy over time from the evaluations of a run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from benchmarks.learning.part import slug
 
 Runs = Sequence[Sequence[dict[str, Any]]]
-"""For each seed its lines."""
+"""Metrics lines by seed."""
 
 
 def lines(folder: Path, label: str, seeds: int, kind: str) -> Runs:
-    """For each of the first seeds the lines of metrics.jsonl of a kind."""
+    """Return the lines of one kind in metrics.jsonl for each of the first seeds."""
     runs = []
     for seed in range(seeds):
         path = folder / "runs" / slug(label) / f"seed-{seed}" / "metrics.jsonl"
@@ -25,26 +25,26 @@ def lines(folder: Path, label: str, seeds: int, kind: str) -> Runs:
 
 
 def evaluations(folder: Path, label: str, seeds: int) -> Runs:
-    """For each seed the lines of evaluation."""
+    """Return the evaluation lines for each seed."""
     return lines(folder, label, seeds, "eval")
 
 
 def accuracy_at(run: Sequence[Mapping[str, Any]], moment: float) -> float | None:
-    """The accuracy of the last evaluation before a moment in seconds."""
+    """Return the accuracy of the last evaluation before a time in seconds."""
     before = [line["test_accuracy"] for line in run if line["seconds"] <= moment]
     return 100 * before[-1] if before else None
 
 
 def crossing(run: Sequence[Mapping[str, Any]], target: float) -> tuple[float, float, float] | None:
-    """When an accuracy is reached, on straight lines between evaluations; None: never.
+    """Return when an accuracy is reached, interpolated between evaluations; None: never.
 
     Args:
-        run: its evaluations.
+        run: the run's evaluations.
         target: the accuracy, from 0 to 1.
 
     Returns:
-        The seconds of the evaluation before, those of the crossing, and those of the first
-        evaluation at or above the target; three times that of the first of all, if it is that.
+        The seconds of the evaluation before, of the crossing, and of the first evaluation at or
+        above the target. If that is the very first evaluation, its time three times.
     """
     before = None
     for line in run:
@@ -64,7 +64,7 @@ def _between(
 
 
 def to_target(runs: Runs, target: float) -> tuple[float, float, float] | None:
-    """The mean of `crossing` over the seeds; None unless all of them reach the target."""
+    """Return the mean of `crossing` over the seeds; None unless all of them reach the target."""
     found = [crossing(run, target) for run in runs]
     there = [each for each in found if each is not None]
     if not there or len(there) < len(found):
@@ -74,7 +74,7 @@ def to_target(runs: Runs, target: float) -> tuple[float, float, float] | None:
 
 
 def half_time(runs: Sequence[Sequence[Mapping[str, Any]]]) -> float:
-    """When half of the samples were used, in the mean over the seeds."""
+    """Return when half of the samples were used, as the mean over the seeds."""
     return mean(
         next(line["seconds"] for line in run if 2 * line["samples"] >= run[-1]["samples"])
         for run in runs

@@ -1,4 +1,4 @@
-"""One comparison of `benchmarks.convergence`, as a command of `aladdin_mpi.compare`."""
+"""A comparison of `benchmarks.convergence`, as a command of `aladdin_mpi.compare`."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from benchmarks.spread import spread
 
 BATCH = 32
 JITTER = 0.05
-"""Standard deviation of a step's time over its mean."""
+"""Standard deviation of a step's time, relative to its mean."""
 LOG_EVERY = 6250
-"""Samples between two lines of training loss, where it is compared."""
+"""Samples between two lines of training loss, if it is compared."""
 
 NESTEROV = "ar-sgd, nesterov"
-"""The fair base for an algorithm that looks ahead."""
+"""The fair baseline for an algorithm that looks ahead."""
 _OURS = ("aladdin-ahead", "aladdin")
 _BASES = (NESTEROV, "ar-sgd", "bsp")
 
 
 @dataclass(frozen=True)
 class Part:
-    """One comparison: of algorithms, or of variants of them.
+    """A comparison of algorithms or of their variants.
 
     Args:
-        name: in the table, and of its folder.
+        name: name in the table, and of the folder.
         stand: the network.
-        workers: of each run.
-        runs: for each label in the table the algorithm and its options.
-        share: of the epochs.
-        seeds: runs of each.
+        workers: workers of each run.
+        runs: the algorithm and its options for each label in the table.
+        share: share of the epochs.
+        seeds: number of runs of each.
         published: accuracies and hours of a study, by label.
-        hosts: with links of their own, each with a server.
-        rate: times the learning rate of the others.
-        slowdowns: of single workers, as factors of their step's time.
-        target: the accuracy from 0 to 1 that is waited for, if not that of the command line.
-        warmup: epochs of it, if not an eighth of all or one.
+        hosts: number of hosts, each with a link and a server.
+        rate: factor on the learning rate.
+        slowdowns: slowdown factors of single workers.
+        target: target accuracy from 0 to 1, if not that of the command line.
+        warmup: epochs of warm-up, if not an eighth of all or one.
     """
 
     name: str
@@ -58,21 +58,21 @@ class Part:
 
     @property
     def ours(self) -> str:
-        """The run that the others are compared with at half of its time."""
+        """The label of the run with which the others are compared at half of its time."""
         return next((label for label in _OURS if label in self.runs), self.labels[0])
 
     @property
     def base(self) -> str | None:
-        """The synchronous run, if there is one."""
+        """The label of the synchronous run, if there is one."""
         return next((label for label in _BASES if label in self.runs), None)
 
     @property
     def labels(self) -> list[str]:
-        """What the runs are called in the table."""
+        """Return the labels of the runs in the table."""
         return list(self.runs)
 
     def command(self, args: argparse.Namespace, folder: Path) -> list[str]:
-        """That of `aladdin_mpi.compare`."""
+        """Return the command line of `aladdin_mpi.compare`."""
         own = {"--workers": self.workers, "--out": folder, "--jobs": args.jobs}
         words = [sys.executable, "-m", "aladdin_mpi.compare"]
         words += [str(word) for pair in own.items() for word in pair]
@@ -82,7 +82,7 @@ class Part:
         return [*words, "--", *self._run(args), *self.stand.options(self.hosts), *args.data]
 
     def _run(self, args: argparse.Namespace) -> list[str]:
-        """What all runs have in common, but for the network and the data."""
+        """Return the options of all runs, except for the network and the data."""
         epochs = args.epochs * self.share
         run = {
             "--model": self.stand.model,
@@ -102,16 +102,16 @@ class Part:
 
 
 def _placed(run: str) -> str:
-    """An algorithm and its options, with the placement by which the other benchmarks run it."""
+    """Return an algorithm and its options, with the same placement as in the other benchmarks."""
     algorithm = run.split()[0]
     return f"{run} --placement {spread(HOSTS if find_algorithm(algorithm).has_servers else 0)}"
 
 
 def plainly(algorithms: Sequence[str]) -> dict[str, str]:
-    """Runs of algorithms with their defaults, labelled by their names."""
+    """Return runs of algorithms with their defaults, labelled by their names."""
     return {name: name for name in algorithms}
 
 
 def slug(name: str) -> str:
-    """A name as that of a folder."""
+    """Return a name in the form of a folder's name."""
     return name.replace(",", "").replace(" ", "-")

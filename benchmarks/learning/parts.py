@@ -1,4 +1,4 @@
-"""What `benchmarks.convergence` compares."""
+"""The comparisons of `benchmarks.convergence`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ PUBLISHED_WORKERS = 8
 EVERYONE = ("ar-sgd", "asp", "easgd", "sgp", "osgp", "aladdin")
 PAIR = ("aladdin", "ar-sgd")
 AT_THE_END = "ar-sgd, no overlap"
-"""It sums the gradient when backward is over."""
+"""The label of `ar-sgd` that sums the gradient after backward."""
 
 LOOKING_AHEAD = {"pi 2, lookahead": "aladdin --aladdin-pi 2 --aladdin-lookahead 0.5"}
-"""Not in the paper; learns better where the links have room for twice as many models."""
+"""Not in the paper; learns better if the links can carry twice as many models."""
 
 ABLATION = {
     "ar-sgd": "ar-sgd",
@@ -39,8 +39,8 @@ ABLATION = {
     "ar-sgd lr twice": "ar-sgd --lr {twice}",
     "momentum 0.5": "aladdin --momentum 0.5 --lr {five}",
 }
-"""``{half}``, ``{twice}`` and ``{five}`` stand for multiples of the learning rate. Five times:
-with a momentum of 0.5 a gradient moves the model as far in all as with 0.9."""
+"""``{half}``, ``{twice}`` and ``{five}`` are multiples of the learning rate. With five times the
+rate and a momentum of 0.5 a gradient moves the model as far in total as with 0.9."""
 
 VGG_RUNS = {
     **plainly(EVERYONE),
@@ -52,24 +52,24 @@ PAIR_AHEAD = {**plainly(PAIR), **LOOKING_AHEAD}
 
 AHEAD = {"aladdin-ahead": "aladdin-ahead", NESTEROV: "ar-sgd --nesterov"}
 SPREAD_SEEDS = 3
-"""Of the parts spread, ahead and slow, at least."""
+"""Smallest number of seeds of the parts spread, ahead and slow."""
 AHEAD_VARIANTS = {
     "lookahead 0.5": "aladdin-ahead --aladdin-ahead-lookahead 0.5",
 }
-"""Tried for the last half point with few workers."""
+"""A variant tried for the last half point with few workers."""
 LONGER_SEEDS = 2
 MANY_WORKERS = 64
-"""Of which each host has as many as with 16 workers on four; their rate is a fifth."""
+"""Workers of the largest part: as many per host as with 16 on four, and a fifth of the rate."""
 
 RACE = {
     **AHEAD,
     **plainly(("aladdin", "ar-sgd", "osgp", "sgp", "local-sgd", "asp", "ssp", "easgd")),
     **plainly(("ad-psgd", "gosgd")),
 }
-"""Who is first at the target."""
+"""Algorithms in the race to the target."""
 RACE_SLOWDOWNS = (1, 2, 10)
 SLOWDOWNS = (2, 10, 100)
-"""Of one worker, for `aladdin-ahead` and its base."""
+"""Slowdown factors of one worker, for `aladdin-ahead` and its baseline."""
 RACE_TARGET = 0.65
 
 IPDPS = {
@@ -95,24 +95,24 @@ STRATEGIES = {
     "count, lazy": "aladdin --aladdin-normalize count",
     "count, not lazy": "aladdin --aladdin-normalize count --no-aladdin-lazy",
 }
-"""Each of ALADDIN's three in turn switched off. Divided by the number of workers the sum is the
-same whether it is added lazily or not; so that strategy is tried with the printed division."""
+"""Each of ALADDIN's three strategies switched off. Divided by the number of workers, the sum is the
+same with or without lazy updates, so that strategy is tried with the printed division."""
 
 ASHL_SLOWDOWNS = {1: 2.0, 2: 3.0, 3: 4.0}
-"""Its authors' emulation, of four workers."""
+"""The emulation by its authors, with four workers."""
 ASHL = {"bsp": "bsp", "adsp": "adsp", "ashl": "ashl --ashl-loss 1.1"}
-"""The fine stage has to be reached within the run: a loss of 0.3, the default, would not be."""
+"""The fine stage must be reached within the run; the default loss of 0.3 would not be."""
 ASHL_TARGET = 0.64
-"""Every seed of the three reaches it; 65 % is too much for one of `ashl` and one of `adsp`."""
+"""All three seeds reach it; 65 % is too high for one of `ashl` and one of `adsp`."""
 
 
 def ahead_name(what: int | str) -> str:
-    """The part that holds `aladdin-ahead` to its base, by its workers or its network."""
+    """Return the name of the part that compares `aladdin-ahead` with its baseline."""
     return f"ahead, {what} workers" if isinstance(what, int) else f"ahead, {what}"
 
 
 def slow_name(factor: int) -> str:
-    """The same with a worker so many times slower."""
+    """Return the name of the same part with a slower worker."""
     return f"slow {factor}"
 
 
@@ -137,7 +137,7 @@ def _ahead_variants(args: argparse.Namespace) -> list[Part]:
 
 
 def _ahead_longer(args: argparse.Namespace) -> list[Part]:
-    """With the warm-up of the short runs."""
+    """Return the longer parts, with the warm-up of the short runs."""
     alike = Part("", args.stands["resnet"], args.workers, AHEAD, 3, LONGER_SEEDS, warmup=0.5)
     return [
         replace(alike, name=f"ahead longer, {count} workers", workers=count)
@@ -146,7 +146,7 @@ def _ahead_longer(args: argparse.Namespace) -> list[Part]:
 
 
 def _slow(args: argparse.Namespace) -> list[Part]:
-    """One slow worker: the pair alone with several seeds."""
+    """Return the parts with one slow worker: the pair alone with several seeds."""
     alike = Part("", args.stands["resnet"], args.workers, AHEAD, 0.5, SPREAD_SEEDS)
     return [
         replace(alike, name=slow_name(factor), slowdowns={0: float(factor)}, target=RACE_TARGET)
@@ -155,7 +155,7 @@ def _slow(args: argparse.Namespace) -> list[Part]:
 
 
 def _race(args: argparse.Namespace) -> list[Part]:
-    """One slow worker: everybody with one seed."""
+    """Return the parts with one slow worker: all algorithms with one seed."""
     alike = Part("", args.stands["resnet"], args.workers, RACE, 0.5, target=RACE_TARGET)
     return [
         replace(
@@ -195,7 +195,7 @@ def _vgg(args: argparse.Namespace) -> list[Part]:
 
 
 def _published(part: Part) -> Part:
-    """With table 2 of the ALADDIN paper, if it has as many workers."""
+    """Return a part with table 2 of the ALADDIN paper, if it has the same number of workers."""
     like_table = part.workers == PUBLISHED_WORKERS
     return replace(part, published=part.stand.published) if like_table else part
 
@@ -257,10 +257,10 @@ _KNOWN: dict[str, Callable[[argparse.Namespace], list[Part]]] = {
     "ashl": _ashl,
 }
 NAMES = tuple(_KNOWN)
-"""What `--parts` takes."""
+"""Return the values of `--parts`."""
 
 
 def parts(args: argparse.Namespace) -> list[Part]:
-    """The comparisons that were asked for."""
+    """Return the requested comparisons."""
     chosen = [part for name in args.parts for part in _KNOWN[name](args)]
     return [replace(part, seeds=max(part.seeds, args.seeds)) for part in chosen]

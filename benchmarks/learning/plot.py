@@ -1,4 +1,4 @@
-"""Accuracy over time in every part of `benchmarks.convergence`, for the eye."""
+"""Plot accuracy over time in every part of `benchmarks.convergence`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ COLOURS = 128
 
 
 def draw(panels: Mapping[str, Mapping[str, Runs]], target: float, path: Path) -> None:
-    """Write the picture.
+    """Write the figure.
 
     Args:
-        panels: by title, for each label its runs.
+        panels: the runs of each label, by title.
         target: an accuracy from 0 to 1 to mark.
-        path: of the file.
+        path: path of the file.
     """
     down = -(-len(panels) // ACROSS)
     across = min(ACROSS, len(panels))
@@ -35,7 +35,7 @@ def draw(panels: Mapping[str, Mapping[str, Runs]], target: float, path: Path) ->
         axis.axhline(100 * target, color="0.5", linewidth=0.8, linestyle=":")
         axis.set_title(title, fontsize=10)
     figure.savefig(path, dpi=110, metadata={"Software": ""})
-    # A quarter of the bytes: a few colours are enough for lines.
+    # A quarter of the file size: a few colours are enough for lines.
     Image.open(path).convert("P", palette=Image.Palette.ADAPTIVE, colors=COLOURS).save(
         path, optimize=True
     )

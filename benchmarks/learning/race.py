@@ -1,4 +1,4 @@
-"""The time to the target of every algorithm, with and without a slow worker, for the eye."""
+"""Plot the time to the target of every algorithm, with and without a slow worker."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def race_rows(table: Rows) -> dict[str, dict[str, float | None]]:
-    """By algorithm, and by part of the race, the seconds to the target; None: not reached.
+    """Return the seconds to the target by algorithm and by part of the race; None: not reached.
 
-    The first at the target with the slowest worker comes first, who never gets there last.
+    They are sorted by the time with the slowest worker; algorithms that never reach the target
+    come last.
     """
     found: dict[str, dict[str, float | None]] = {}
     for row in table:
@@ -27,13 +28,13 @@ def race_rows(table: Rows) -> dict[str, dict[str, float | None]]:
 
 
 def _slowest(times: Mapping[str, float | None]) -> float:
-    """The seconds with the slowest worker that was tried."""
+    """Return the seconds with the slowest worker that was tried."""
     seconds = times[max(times, key=_factor)]
     return float("inf") if seconds is None else seconds
 
 
 def _factor(part: str) -> int:
-    """How many times slower a worker is in a part of the race."""
+    """Return the slowdown factor of a worker in a part of the race."""
     _, _, factor = part.partition("slow ")
     return int(factor or 1)
 
@@ -43,7 +44,7 @@ def _longest(algorithms: Mapping[str, Mapping[str, float | None]]) -> float:
 
 
 def draw_race(table: Rows, path: Path) -> None:
-    """Write the picture of the parts race, if the table has any."""
+    """Write the figure of the parts race, if the table has any."""
     algorithms = race_rows(table)
     if not algorithms:
         return
@@ -58,7 +59,7 @@ def draw_race(table: Rows, path: Path) -> None:
     axis.set_yticks(range(len(algorithms)), list(algorithms))
     axis.set_ylim(len(algorithms) - 0.5, -0.5)
     axis.set_xscale("log")
-    # Room for the longest bar's figure; the axis starts well below the shortest bar.
+    # Space for the longest bar's label; the axis starts well below the shortest bar.
     axis.set_xlim(100, 1.6 * _longest(algorithms))
     axis.xaxis.set_major_formatter(ScalarFormatter())
     axis.xaxis.set_minor_formatter(NullFormatter())

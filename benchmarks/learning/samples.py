@@ -1,4 +1,4 @@
-"""How many samples one run takes to another's training loss."""
+"""Compare the samples that runs need to reach the same training loss."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 
 Lines = Sequence[Mapping[str, Any]]
 POINTS = 400
-"""Of a mean curve."""
+"""Number of points of a mean curve."""
 
 
 def curve(runs: Sequence[Lines], grid: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The mean over the seeds of the loss at each of ``grid``'s samples.
+    """Return the mean over the seeds of the loss at each of ``grid``'s samples.
 
-    A line's loss is the mean since the line before, and stands in the middle between the two;
-    between these points it is a straight line.
+    A line's loss is the mean since the previous line and is placed in the middle between the two;
+    values between these points are interpolated linearly.
     """
     curves = []
     for run in runs:
@@ -28,9 +28,9 @@ def curve(runs: Sequence[Lines], grid: NDArray[np.float64]) -> NDArray[np.float6
 
 
 def ratio(ours: Sequence[Lines], base: Sequence[Lines], share: float) -> float | None:
-    """Samples of ``ours`` over those of ``base`` to its loss after ``share`` of its samples.
+    """Return the ratio of ``ours``'s samples to ``base``'s, to base's loss after ``share`` of them.
 
-    None if ours never comes there.
+    None if ours never reaches that loss.
     """
     total = base[0][-1]["samples"]
     grid = np.linspace(0, total, POINTS + 1)
@@ -40,6 +40,6 @@ def ratio(ours: Sequence[Lines], base: Sequence[Lines], share: float) -> float |
 
 
 def ratios(ours: Sequence[Lines], base: Sequence[Lines], shares: Sequence[float]) -> str:
-    """The ratios at some shares of the run, as text."""
+    """Return the ratios at some shares of the run, as text."""
     found = [ratio(ours, base, share) for share in shares]
     return ", ".join("never" if each is None else f"{each:.2f}" for each in found)

@@ -1,4 +1,4 @@
-"""Small networks with the timing of the large ones that the studies train."""
+"""Small networks with the timing of the studies' large ones."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from aladdin_mpi.exchange.model_requests import MOMENTS
 HOSTS = 4
 GBIT = 10.0
 BUCKET_MB = 4.0
-"""Of the large network's messages, at most."""
+"""Largest message of the large network, in MB."""
 
 Published = Mapping[str, tuple[float, float | None]]
-"""For each label the test accuracy in %, and the hours to the study's target if it gives them."""
+"""Test accuracy in % by label, and hours to the study's target if published."""
 
 
 @dataclass(frozen=True)
 class Stand:
-    """A small network in the place of a large one.
+    """A small network in place of a large one.
 
     Args:
-        model: of `aladdin_mpi.simulate`; ``megabytes`` its parameters.
-        original: what it stands for, of ``original_mb``; its step takes ``seconds``.
-        published: in table 2 of the ALADDIN paper, with the hours to 90 %. The study's SGP
+        model: the model of `aladdin_mpi.simulate`, with ``megabytes`` of parameters.
+        original: the large network, of ``original_mb``; its step takes ``seconds``.
+        published: values in table 2 of the ALADDIN paper, with the hours to 90 %. The study's SGP
             overlaps its messages with a step, which is `osgp` here.
     """
 
@@ -36,14 +36,14 @@ class Stand:
 
     @property
     def scale(self) -> float:
-        """The size of the small one over that of the large one."""
+        """The size of the small network relative to the large one."""
         return self.megabytes / self.original_mb
 
     def options(self, hosts: int = HOSTS) -> list[str]:
-        """Time and network, such that communication takes its share of a step.
+        """Return options for time and network that keep communication's share of a step.
 
-        With more hosts, and servers, buckets are as small as `aladdin-ahead` would make those of
-        the large network; its own bound for tiny messages would keep it from that here.
+        With more hosts and servers, buckets are as small as `aladdin-ahead` would choose for the
+        large network; its lower bound on message sizes would prevent that here.
         """
         bucket = BUCKET_MB if hosts <= HOSTS else self.original_mb / hosts / MOMENTS
         values = {

@@ -12,7 +12,7 @@ from benchmarks.learning.part import Part, slug
 from benchmarks.learning.samples import ratios
 
 LOSS_SHARES = (0.5, 0.7)
-"""Of the synchronous run's samples, where its training loss is taken."""
+"""Shares of the synchronous run's samples at which its training loss is taken."""
 
 
 def rows(
@@ -23,13 +23,13 @@ def rows(
     epochs: float,
     target: float,
 ) -> list[dict[str, Any]]:
-    """The table of one comparison.
+    """Return the table of one comparison.
 
     Args:
-        folder: of its runs.
-        evaluations: by label.
-        epochs: of a part whose share is 1.
-        target: from 0 to 1, for parts that have none.
+        folder: folder of its runs.
+        evaluations: evaluations by label.
+        epochs: epochs of a part whose share is 1.
+        target: target accuracy from 0 to 1, for parts that have none.
     """
     target = part.target or target
     found = {row["label"]: row["figures"] for row in comparison["rows"]}

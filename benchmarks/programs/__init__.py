@@ -1,1 +1,1 @@
-"""What the benchmarks run under mpirun. Rank 0 prints one line of JSON."""
+"""Programs that the benchmarks run under mpirun. Rank 0 prints one line of JSON."""

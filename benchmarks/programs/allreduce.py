@@ -1,4 +1,4 @@
-"""How much longer a step takes when its gradient is summed over all ranks.
+"""Measure the time that summing the gradient over all ranks adds to a step.
 
 The last line that rank 0 prints is a JSON list, with one record for every measurement.
 """
@@ -25,12 +25,12 @@ from aladdin_mpi.transport.mpi.engine import MpiTransport
 TIMEOUT = 60.0
 BYTES_PER_MB = 1_000_000
 WARM_UP = 3
-"""Steps before those that are measured: memory is touched, Horovod learns the buckets."""
+"""Warm-up steps, in which memory is touched and Horovod learns the buckets."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROUND = 0.002
-"""Seconds of computing at a time."""
+"""Seconds of one round of computing."""
 Computing = Callable[[int], None]
-"""Computes for so many rounds."""
+"""Computes for a number of rounds."""
 
 
 def _nothing(rounds: int) -> None:
@@ -38,13 +38,13 @@ def _nothing(rounds: int) -> None:
 
 
 def _sleep(rounds: int) -> None:
-    """As on a GPU: the host is idle."""
+    """Compute as on a GPU: the host is idle."""
     if rounds:
         time.sleep(rounds * ROUND)
 
 
 def _torch(rounds: int) -> None:
-    """As training on a CPU: kernels that leave the interpreter lock. About 2 ms each."""
+    """Compute as on a CPU: kernels of about 2 ms that release the interpreter lock."""
     matrix = torch.full((448, 448), 1e-3)
     for _ in range(rounds):
         matrix @ matrix
@@ -54,7 +54,7 @@ COMPUTINGS: dict[str, Computing] = {"none": _nothing, "sleep": _sleep, "torch": 
 
 
 class Step:
-    """One step: computing, with a bucket to be summed after every share of it."""
+    """Run one step: compute, and start summing a bucket after each part of the computation."""
 
     def __init__(self, megabytes: float, bucket_mb: float, computing: str, rounds: int) -> None:
         self._buckets = torch.ones(int(megabytes * BYTES_PER_MB / 4)).split(
@@ -64,7 +64,7 @@ class Step:
         self._rounds = rounds
 
     def run(self, reducer: AllReduce | None) -> float:
-        """Seconds of the step; without ``reducer`` of its computing alone."""
+        """Return the seconds of the step; without ``reducer``, of its computing alone."""
         start = time.perf_counter()
         pending = []
         count = len(self._buckets)
@@ -75,19 +75,19 @@ class Step:
         for one in pending:
             one.wait()
         for bucket in self._buckets:
-            bucket.fill_(1.0)  # sums of sums would soon be infinite
+            bucket.fill_(1.0)  # repeated sums would soon be infinite
         return time.perf_counter() - start
 
 
 def measure(transport: MpiTransport, step: Step, reducer: AllReduce | None, steps: int) -> float:
-    """Mean seconds of a step, of the slowest rank."""
+    """Return the mean seconds of a step on the slowest rank."""
     transport.wait(transport.ibarrier())
     seconds = sum(step.run(reducer) for _ in range(steps)) / steps
     return float(MPI.COMM_WORLD.allreduce(seconds, MPI.MAX))
 
 
 def backend_records(transport: MpiTransport, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every backend, and none, with every size and every way of computing, once."""
+    """Yield every combination of backend (or none), size and kind of computation."""
     records = []
     for backend in ("none", *args.backend):
         name, _, dtype = backend.partition("-")

@@ -1,7 +1,7 @@
-"""Who takes part in `benchmarks.peers`: a training loop for each, in its own words.
+"""Contenders of `benchmarks.peers`: a training loop for each, written as its library recommends.
 
-Each loop trains the same model on the same fixed batch, as Horovod's synthetic benchmark does,
-and tells when every step has ended. All but the baseline sum the gradients of all ranks.
+Each loop trains the same model on the same fixed batch, as Horovod's synthetic benchmark does, and
+records the end of every step. All except the baseline sum the gradients of all ranks.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from aladdin_mpi.transport.mpi.engine import MpiTransport
 
 CLASSES = 10
 PIXELS = 32
-"""Of an image's side."""
+"""Pixels of an image's side."""
 LR, MOMENTUM, DECAY = 0.01, 0.9, 1e-4
 TIMEOUT = 120.0
 POWER_SGD_RANK = 1
-"""As in torch's own example; the strongest compression there is."""
+"""PowerSGD's rank, as in torch's example: the strongest compression."""
 POWER_SGD_START = 2
-"""The first step that is compressed: the smallest number that error feedback allows."""
+"""First compressed step: the smallest that error feedback allows."""
 ONE_BUCKET_MB = 4096.0
-"""More than any model here."""
+"""Bucket size, larger than any model here."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A model and the one batch that it is trained on, for ``steps`` steps.
+    """A model and the batch on which it is trained for ``steps`` steps.
 
-    ``optimizer`` is "sgd", with momentum, or "adamw", as torch makes it; ``pixels`` is an image's
-    side.
+    ``optimizer`` is "sgd", with momentum, or "adamw", with torch's defaults; ``pixels`` is an
+    image's side.
     """
 
     model: str
@@ -59,20 +59,20 @@ class Task:
     pixels: int = PIXELS
 
     def build(self) -> tuple[nn.Module, Tensor, Tensor]:
-        """The model, images and labels; alike on every rank and for every contender."""
+        """Return the model, images and labels, the same on every rank and for every contender."""
         torch.manual_seed(1)
         module = build_model(self.model, CLASSES, 3, self.pixels)
         images = torch.randn(self.batch, 3, self.pixels, self.pixels)
         return module, images, torch.randint(CLASSES, (self.batch,))
 
     def torch_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer of those who bring one."""
+        """Return the optimizer for contenders that use torch's."""
         if self.optimizer == "adamw":
             return torch.optim.AdamW(module.parameters(), lr=LR, weight_decay=DECAY)
         return torch.optim.SGD(module.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
 
     def our_optimizer(self, module: nn.Module) -> dict[str, Any]:
-        """The same for ``DataParallel``, whose own is momentum SGD."""
+        """Return the same for ``DataParallel``, whose default is momentum SGD."""
         if self.optimizer == "sgd":
             own = {"lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY}
             return {**own, "lr_schedule": "constant", "warmup_epochs": 0}
@@ -80,15 +80,15 @@ class Task:
 
 
 Moments = list[float]
-"""When each step ended, by ``time.perf_counter``."""
+"""End of each step, by ``time.perf_counter``."""
 LAST = 1
-"""The step behind those that are measured."""
+"""Number of steps after the measured ones."""
 
 
 def mean_step(moments: Moments, warm_up: int) -> float:
-    """Mean seconds of a step, without the first ones and without the `LAST`.
+    """Return the mean seconds of a step, without the first ones and without the `LAST`.
 
-    That call of ``run.step()`` returns when the whole run has ended and its model is saved.
+    The last call of ``run.step()`` returns only when the run has ended and its model is saved.
     """
     measured = moments[warm_up - 1 : -1]
     return (measured[-1] - measured[0]) / (len(measured) - 1)
@@ -117,9 +117,9 @@ def _train(
 
 
 def alone(task: Task, after: Callable[[], None] | None = None) -> Moments:
-    """Each rank for itself: what computing takes beside the others' computing.
+    """Train each rank alone, to measure computing while the other ranks compute too.
 
-    ``after`` is called behind each step.
+    ``after`` is called after each step.
     """
     module, images, labels = task.build()
     return _train(module, task.torch_optimizer(module), task, images, labels, after)
@@ -128,7 +128,7 @@ def alone(task: Task, after: Callable[[], None] | None = None) -> Moments:
 # -- peers ----------------------------------------------------------------------------------
 @contextmanager
 def gloo() -> Iterator[None]:
-    """A process group of all ranks, which are on one host."""
+    """Create a process group of all ranks, which are on one host."""
     world = MPI.COMM_WORLD
     make: Any = dist.TCPStore  # type: ignore[attr-defined]  # a compiled one, without type hints
     store = None
@@ -141,20 +141,20 @@ def gloo() -> Iterator[None]:
     try:
         yield
     finally:
-        world.Barrier()  # the store is rank 0's
+        world.Barrier()  # rank 0 has the store
         end_group()
 
 
 def ddp(task: Task) -> Moments:
-    """torch DistributedDataParallel over gloo; gradients are views of its buckets: no copies."""
+    """Train with DistributedDataParallel over gloo; gradients are views of its buckets."""
     return _ddp(task, None, lambda net: None)
 
 
 def ddp_power_sgd(task: Task) -> Moments:
-    """The same with torch's PowerSGD hook, and one bucket.
+    """Train with torch's PowerSGD hook and one bucket.
 
-    With several, each of which the hook sums in more than one turn, gloo ended a run of two ranks
-    with "Received data size doesn't match expected size".
+    With several buckets, each of which the hook sums in several rounds, gloo ended a run of two
+    ranks with "Received data size doesn't match expected size".
     """
     return _ddp(task, ONE_BUCKET_MB, _add_power_sgd)
 
@@ -180,7 +180,7 @@ def _add_power_sgd(net: DistributedDataParallel) -> None:
 
 @contextmanager
 def horovod() -> Iterator[Any]:
-    """``horovod.torch``, started; over MPI."""
+    """Return ``horovod.torch``, initialised over MPI."""
     import horovod.torch as hvd
 
     hvd.init()
@@ -191,7 +191,7 @@ def horovod() -> Iterator[Any]:
 
 
 def horovod_optimizer(task: Task) -> Moments:
-    """As examples/pytorch/pytorch_synthetic_benchmark.py of Horovod 0.28."""
+    """Train as in examples/pytorch/pytorch_synthetic_benchmark.py of Horovod 0.28."""
     with horovod() as hvd:
         module, images, labels = task.build()
         plain = task.torch_optimizer(module)
@@ -203,17 +203,17 @@ def horovod_optimizer(task: Task) -> Moments:
 
 # -- ours -----------------------------------------------------------------------------------
 def ar_sgd(backend: str) -> Loop:
-    """AR-SGD with an ``--ar-sgd-allreduce``."""
+    """Return a loop that trains with AR-SGD and an ``--ar-sgd-allreduce``."""
     return lambda task: ours(task, algorithm="ar-sgd", ar_sgd={"allreduce": backend})
 
 
 def ar_sgd_compressed(task: Task) -> Moments:
-    """AR-SGD with deep gradient compression, as in its paper."""
+    """Train with AR-SGD and deep gradient compression, as in its paper."""
     return ours(task, algorithm="ar-sgd", compression="dgc", dgc={"warmup_epochs": 0})
 
 
 def ours(task: Task, **settings: Any) -> Moments:
-    """The public interface's loop: draws of samples, metrics and a run folder are part of it."""
+    """Train with the public interface, including sample leases, metrics and a run folder."""
     transport = MpiTransport(timeout=TIMEOUT)
     folder = Path(tempfile.mkdtemp(prefix="peers-"))
     module, images, labels = task.build()
@@ -239,7 +239,7 @@ def ours(task: Task, **settings: Any) -> Moments:
     transport.close()
     shutil.rmtree(folder, ignore_errors=True)
     del run
-    gc.collect()  # vectors of many models are few objects: Python would not look for long
+    gc.collect()  # vectors of many models are few objects: Python's collector would run late
     return moments
 
 

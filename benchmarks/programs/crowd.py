@@ -1,7 +1,8 @@
-"""When messages end that all send at once: eight ranks on four hosts, to every other host's first.
+"""Measure the arrival of messages that eight ranks on four hosts send at the same time.
 
-Rank 0 prints a JSON list with a record for every size and repetition: the seconds at which its
-messages had arrived, and the longest for each sender.
+Each rank sends to the first rank of every other host. Rank 0 prints a JSON list with a record for
+every size and repetition: the arrival times of its messages in seconds, and the last one of each
+sender.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from aladdin_mpi.transport.base import Transport
 RANKS = (0, 0, 1, 1, 2, 2, 3, 3)
 """The host of each rank, ..."""
 TAKERS = (0, 2, 4, 6)
-"""... and those that messages go to."""
+"""... and the ranks that receive messages."""
 CASES = ((2_350_000, 1), (3_500_000, 4))
-"""Bytes of a message, and how many go from one rank to one other together: a model's part in one
-bucket, and in four."""
+"""Bytes of a message, and the number of messages sent together from one rank to another: a model's
+part in one bucket, and in four."""
 TAG = 1
 REST = 0.05
-"""Seconds before a repetition, so that none meets the end of the one before."""
+"""Seconds before a repetition, so that it does not overlap with the previous one."""
 GAP = 0.0005
 """Seconds between two messages to one rank, as between two buckets that a worker pushes."""
 TIMEOUT = 60.0
 
 
 def crowd(transport: Transport, repeats: int) -> list[dict[str, Any]]:
-    """The records, at rank 0."""
+    """Return the records on rank 0."""
     records = []
     for nbytes, count in CASES:
         for _ in range(repeats):
@@ -46,7 +47,7 @@ def crowd(transport: Transport, repeats: int) -> list[dict[str, Any]]:
 
 
 def _once(transport: Transport, nbytes: int, count: int) -> list[tuple[int, float]]:
-    """The sender of each message that comes here, and when it has come."""
+    """Return the sender and the arrival time of each message to this rank."""
     rank, host = transport.rank, RANKS[transport.rank]
     takes = rank in TAKERS
     sources = [s for s in range(len(RANKS)) if RANKS[s] != host and takes]
@@ -83,11 +84,11 @@ def _summary(ends: Sequence[tuple[int, float]]) -> dict[str, list[float]]:
 
 
 def main() -> int:
-    """Over MPI; rank 0 prints."""
+    """Run over MPI; rank 0 prints."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=40)
     args = parser.parse_args()
-    from aladdin_mpi.transport.mpi.engine import MpiTransport  # not where it runs in virtual time
+    from aladdin_mpi.transport.mpi.engine import MpiTransport  # not needed in the simulator
 
     transport = MpiTransport(timeout=TIMEOUT)
     records = crowd(transport, args.repeats)

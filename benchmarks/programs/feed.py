@@ -1,4 +1,4 @@
-"""A training loop whose step sleeps, as a device would compute, and whose batches take a while.
+"""Run a training loop whose steps and batch loading sleep, as if a device computed.
 
 Rank 0 is the server. The last line that it prints is a JSON list, with one record for every
 measurement: the median seconds of a step on the slowest worker.
@@ -25,11 +25,11 @@ from aladdin_mpi.run.data_parallel import DataParallel
 
 BATCH = 16
 WARM_UP = 6
-"""Steps before those that are measured: the first three batches are loaded while a step waits."""
+"""Warm-up steps: a step waits while the first three batches are loaded."""
 
 
 class Slow(Dataset[Any]):
-    """Each batch takes so many seconds."""
+    """A data set whose batches take a given number of seconds."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -43,7 +43,7 @@ class Slow(Dataset[Any]):
 
 
 def run(folder: str, processes: int, args: argparse.Namespace) -> float:
-    """The seconds of one run's step, with so many loader processes."""
+    """Return the seconds of a step of one run with this number of loader processes."""
     data: Any = Slow(args.loading)
     if processes:
         data = DataLoader(data, batch_size=BATCH, shuffle=True, num_workers=processes)

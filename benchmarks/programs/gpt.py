@@ -1,4 +1,4 @@
-"""The example's GPT with AdamW: what `benchmarks.gpt` has simulated.
+"""Train the example's GPT with AdamW; `benchmarks.gpt` simulates this program.
 
 Arguments: the run folder, the seed, the epochs.
 """
@@ -21,7 +21,7 @@ LENGTH, BATCH, RATE = 64, 8, 5e-3
 
 
 def example() -> ModuleType:
-    """The example as a module."""
+    """Return the example as a module."""
     spec = importlib.util.spec_from_file_location("char_gpt", EXAMPLE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

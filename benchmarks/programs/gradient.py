@@ -1,6 +1,6 @@
-"""Counts what happens to a gradient on its way: passes over memory, messages, polls and sleeps.
+"""Count memory passes, messages, polls and sleeps along the path of a gradient.
 
-Trains with ALADDIN over MPI, with every function on the way marked as a stage. The last line that
+Trains with ALADDIN over MPI, with every function on the path marked as a stage. The last line that
 rank 0 prints is a JSON list with the counts of every rank.
 """
 
@@ -44,7 +44,7 @@ from aladdin_mpi.worker.gradient_pass import GradientCheck, GradientPass
 from benchmarks.programs.contenders import DECAY, LR, MOMENTUM, TIMEOUT, Task
 
 SMALL = 1024
-"""Bytes of tensors that are left out: headers and single values."""
+"""Largest size in bytes of tensors that are not counted: headers and single values."""
 BACKWARD = "backward"
 STAGES: list[tuple[Any, str, str]] = [
     (GradientPass, "compute", BACKWARD),
@@ -56,11 +56,11 @@ STAGES: list[tuple[Any, str, str]] = [
     (GradientSum, "add", "accumulation"),
     (ModelSender, "_write", "model copy"),
 ]
-"""Where each stage is: an object, its function, the stage's name."""
+"""Each stage's class, function and name."""
 
 
 class Passes(TorchDispatchMode):
-    """Adds up what torch's operations read and write, for the stage that is going on."""
+    """Counts the reads and writes of torch's operations in the current stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,11 +70,11 @@ class Passes(TorchDispatchMode):
         self.written: Counter[str] = Counter()
         self.stage = ""
         self.gradient: Callable[[], int] = lambda: 0
-        """Where the gradient lies that backward writes into."""
+        """Address of the gradient that backward writes into."""
 
     @contextmanager
     def during(self, stage: str) -> Iterator[None]:
-        """Count what happens in here; a stage inside another one is its own, but for backward."""
+        """Count in this block; a stage inside backward counts separately."""
         before = self.stage
         if before in ("", BACKWARD):
             self.stage = stage
@@ -119,13 +119,13 @@ class Passes(TorchDispatchMode):
 
 
 def mark(passes: Passes) -> None:
-    """Make every stage tell when it begins and ends."""
+    """Wrap the function of every stage to mark its begin and end."""
     for owner, name, stage in STAGES:
         setattr(owner, name, _marked(passes, getattr(owner, name), stage))
 
 
 def count_training_only(transport: CountingTransport) -> None:
-    """Leave out the start of the job and its end."""
+    """Exclude the start and the end of the job."""
     for role in (aladdin.AladdinServer, aladdin.AladdinWorker):
         setattr(role, "run", _counted(transport, role.run))  # noqa: B010
 
@@ -154,7 +154,7 @@ def _marked(passes: Passes, function: Callable[..., Any], stage: str) -> Callabl
 
 
 class CountingTransport(engine.MpiTransport):
-    """Counts messages by tag, and by thread how often MPI is entered."""
+    """Counts messages by tag and polls by thread."""
 
     def __init__(self, timeout: float) -> None:
         self.counts: Counter[str] = Counter()
@@ -185,12 +185,12 @@ class CountingTransport(engine.MpiTransport):
         return "the progress thread" if mine else "the rank"
 
     def count_sleep(self) -> None:
-        """One more sleep."""
+        """Count a sleep."""
         self.counts[f"sleeps of {self._thread}"] += 1
 
 
 class CountingTime:
-    """The module ``time``, for the transport; tells of every sleep."""
+    """The module ``time`` for the transport; counts every sleep."""
 
     def __init__(self, transport: CountingTransport) -> None:
         self._transport = transport
@@ -199,13 +199,13 @@ class CountingTime:
         return getattr(time, name)
 
     def sleep(self, seconds: float) -> None:
-        """Sleep and tell."""
+        """Sleep and count it."""
         self._transport.count_sleep()
         time.sleep(seconds)
 
 
 class CountingEvent(threading.Event):
-    """Tells of every wait that is one."""
+    """Event that counts every wait that blocks."""
 
     def __init__(self, transport: CountingTransport) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ class CountingEvent(threading.Event):
 
 
 def train(task: Task, pi: int, bucket_mb: float) -> dict[str, Any]:
-    """Train, and return this rank's counts."""
+    """Train and return this rank's counts."""
     passes = Passes()
     mark(passes)
     module, images, labels = task.build()

@@ -1,4 +1,4 @@
-"""A plain training loop that keeps the memory it has freed, or leaves that to the C library.
+"""Run a plain training loop that keeps freed memory, or leaves it to the C library.
 
 Prints, as JSON, the median seconds of a step and the mean page faults in it.
 """
@@ -20,7 +20,7 @@ WARM_UP = 3
 
 
 def faults() -> int:
-    """Pages that this process has been given so far."""
+    """Return the number of pages supplied to this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 

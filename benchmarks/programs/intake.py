@@ -1,8 +1,8 @@
-"""How fast rank 0 takes in gradients that the other ranks send as fast as they can.
+"""Measure how fast rank 0 receives gradients that the other ranks send as fast as they can.
 
-Receivers take turns: ALADDIN's server, which accumulates them; the same with models sent back; a
-bare loop of mpi4py that drops what it receives; and torch's RPC, whose server accumulates. The
-last line that rank 0 prints is a JSON list, with one record for every measurement.
+Receivers alternate: ALADDIN's server, which accumulates them; the same with models sent back; a
+bare mpi4py loop that discards them; and torch's RPC, whose server accumulates. The last line that
+rank 0 prints is a JSON list, with one record for every measurement.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from benchmarks.programs.rpc import RpcIntake
 TIMEOUT = 120.0
 VALUES_PER_MB = 250_000
 WARM_UP = 2
-"""Gradients of each worker before those that are measured: they touch all memory once."""
+"""Warm-up gradients of each worker, which touch all memory once."""
 WIRE = DenseWire(torch.float32, torch.device("cpu"))
 
 
 class Sender:
-    """A worker without computing: gradients leave from a ring, as from ALADDIN's outbox."""
+    """A worker without computing: it sends gradients from a ring, as ALADDIN's outbox does."""
 
     def __init__(self, transport: MpiTransport, layout: Layout, ring: int) -> None:
         self._transport = transport
@@ -53,7 +53,7 @@ class Sender:
         self._inbox = ModelInbox(transport, layout, WIRE)
 
     def run(self, gradients: int) -> None:
-        """Send so many, and blend in what rank 0 sends back."""
+        """Send this number of gradients, and blend in rank 0's models."""
         self._inbox.open()
         for turn in range(gradients):
             vector, requests = self._slots[turn % len(self._slots)]
@@ -75,7 +75,7 @@ class Sender:
 
 
 class _Line:
-    """One worker's messages, as bare mpi4py receives them: header, buckets, header, buckets, ..."""
+    """One worker's messages, received with bare mpi4py: header, buckets, header, buckets, ..."""
 
     def __init__(self, comm: MPI.Comm, worker: int, layout: Layout) -> None:
         self._comm = comm
@@ -101,7 +101,7 @@ class _Line:
         self._posted.append((request, buffer, turn > 0))
 
     def drop(self) -> bool:
-        """Drop the message at the head and post a receive again; whether it was the last."""
+        """Discard the first message and repost its receive; return whether it was the last."""
         _, buffer, is_bucket = self._posted.popleft()
         if is_bucket:
             self._free.append(buffer)
@@ -120,16 +120,16 @@ class _Line:
 
 
 class BareReceiver:
-    """The server's receives in the server's order, by mpi4py alone; what comes is dropped."""
+    """The server's receives in the server's order, with mpi4py alone; messages are discarded."""
 
     def __init__(self, transport: MpiTransport, layout: Layout) -> None:
-        # On the communicator of the senders, who must be the same with every receiver.
+        # On the senders' communicator: the senders must be the same for every receiver.
         comm = transport._messages
         self._transport = transport
         self._lines = [_Line(comm, worker, layout) for worker in range(1, transport.size)]
 
     def run(self, gradients: int) -> None:
-        """Until every worker has said that it has ended; then answer as the server does."""
+        """Receive until every worker has reported its end; then answer as the server does."""
         living = list(self._lines)
         for line in living:
             line.open()
@@ -144,7 +144,7 @@ class BareReceiver:
 
 
 class AladdinReceiver:
-    """The serving loop of training."""
+    """The server's loop of training."""
 
     def __init__(self, transport: MpiTransport, layout: Layout, pi: int) -> None:
         parameters = torch.ones(layout.numel)
@@ -153,15 +153,15 @@ class AladdinReceiver:
         self._server = AladdinServer(server, sgd, AladdinOptions.model_validate({"pi": pi}))
 
     def run(self, gradients: int) -> None:
-        """Until every worker has said that it has ended."""
+        """Serve until every worker has reported its end."""
         self._server.run()
 
 
 def measure(receiver: str, layout: Layout, gradients: int, ring: int) -> float:
-    """Seconds in which rank 0 takes in ``gradients`` of every other rank."""
+    """Return the seconds in which rank 0 receives ``gradients`` of every other rank."""
     if receiver == RPC:
         return measure_rpc(layout, gradients, ring)
-    # The bare loop enters MPI all the time and wants no thread beside it.
+    # The bare loop calls MPI all the time and needs no progress thread.
     progress = receiver != BARE or MPI.COMM_WORLD.rank > 0
     transport = MpiTransport(timeout=TIMEOUT, progress=progress)
     run: Callable[[int], None]
@@ -181,7 +181,7 @@ def measure(receiver: str, layout: Layout, gradients: int, ring: int) -> float:
 
 
 def measure_rpc(layout: Layout, gradients: int, ring: int) -> float:
-    """The same with torch's RPC."""
+    """Return the same with torch's RPC."""
     intake = RpcIntake(layout, ring, TIMEOUT)
     for count in (WARM_UP, gradients):
         intake.prepare(count)

@@ -1,8 +1,8 @@
-"""How long messages take between two ranks, one at a time and in a row, or among all hosts at once.
+"""Measure messages between two ranks, one at a time and in a row, or among all hosts at once.
 
 The last line that rank 0 prints is a JSON list, with one record for every size: seconds for one
-message of an idle network, and for one of many that follow each other. With `--all-at-once`
-instead: seconds for a message of every rank to every rank of the other hosts.
+message on an idle network, and for each of many in a row. With `--all-at-once` instead: seconds for
+a message from every rank to every rank of the other hosts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from statistics import median
 
 from aladdin_mpi.process import guard
-from aladdin_mpi.transport.mpi.engine import MpiTransport  # before MPI: it decides how that begins
+from aladdin_mpi.transport.mpi.engine import MpiTransport  # before MPI, whose start it configures
 
 # isort: split
 import torch
@@ -35,7 +35,7 @@ def _receive(transport: MpiTransport, buffers: list[Tensor]) -> None:
 
 
 def one_way(transport: MpiTransport, nbytes: int) -> float:
-    """Seconds of one message: half of its way to and fro."""
+    """Return the seconds of one message: half of a round trip."""
     buffers = [torch.zeros(nbytes, dtype=torch.uint8)]
     start = time.perf_counter()
     turns = (_send, _receive) if transport.rank == 0 else (_receive, _send)
@@ -45,7 +45,7 @@ def one_way(transport: MpiTransport, nbytes: int) -> float:
 
 
 def in_a_row(transport: MpiTransport, nbytes: int, count: int) -> float:
-    """Seconds of each of ``count`` messages, sent at once; a short answer ends them."""
+    """Return the seconds per message of ``count`` sent together; a short answer ends them."""
     buffers = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(count)]
     answer = [torch.zeros(1, dtype=torch.uint8)]
     MPI.COMM_WORLD.Barrier()
@@ -60,7 +60,7 @@ def in_a_row(transport: MpiTransport, nbytes: int, count: int) -> float:
 
 
 def all_at_once(transport: MpiTransport, nbytes: int, count: int) -> float:
-    """Seconds for a message from each rank to each of the other hosts, with ``count`` in a row."""
+    """Return the seconds per message from each rank to each other host, ``count`` in a row."""
     peers = [r for r, host in enumerate(transport.hosts) if host != transport.host]
     given = torch.zeros(nbytes, dtype=torch.uint8)
     taken = [torch.zeros(nbytes, dtype=torch.uint8) for _ in peers]
@@ -78,7 +78,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bytes", type=int, nargs="+", required=True, help="sizes of messages")
     parser.add_argument("--count", type=int, default=20, help="messages in a row")
-    parser.add_argument("--repeats", type=int, default=9, help="of which medians are taken")
+    parser.add_argument(
+        "--repeats", type=int, default=9, help="number of measurements of which the median is taken"
+    )
     parser.add_argument("--all-at-once", action="store_true", help="among all hosts")
     args = parser.parse_args()
     transport = MpiTransport(timeout=TIMEOUT)

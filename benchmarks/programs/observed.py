@@ -1,9 +1,9 @@
-"""`aladdin_mpi.train`, of which every rank writes down what it holds, now and then.
+"""Run `aladdin_mpi.train` while every rank records its resources at intervals.
 
     mpirun -n 5 python -m benchmarks.programs.observed FOLDER SECONDS -- OPTIONS OF TRAIN
 
-Each rank appends a line of JSON to FOLDER/rank-R.jsonl: its process, and how many bytes of memory,
-requests of MPI, abandoned requests, file descriptors and threads it has.
+Each rank appends a line of JSON to FOLDER/rank-R.jsonl: its process, its bytes of memory, and its
+numbers of MPI requests, abandoned requests, file descriptors and threads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class ObservedTransport(engine.MpiTransport):
-    """Writes down what it holds, until it is closed."""
+    """Records the rank's resources until it is closed."""
 
     folder: Path
     every: float
@@ -53,7 +53,7 @@ class ObservedTransport(engine.MpiTransport):
 
 
 def main() -> int:
-    """The command line; returns the exit status of training."""
+    """Run the command line and return the exit status of training."""
     folder, every, dashes, *options = sys.argv[1:]
     assert dashes == "--"
     ObservedTransport.folder, ObservedTransport.every = Path(folder), float(every)

@@ -1,4 +1,4 @@
-"""How long a rank still waits for a message after it has computed: rank 0 sends to rank 1.
+"""Measure how long a rank waits for a message after computing: rank 0 sends to rank 1.
 
 The last line that rank 0 prints is a JSON list, with one record for every measurement.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 from aladdin_mpi.process import guard
 from aladdin_mpi.transport.base import Request
-from aladdin_mpi.transport.mpi.engine import MpiTransport  # before MPI: it decides how that begins
+from aladdin_mpi.transport.mpi.engine import MpiTransport  # before MPI, whose start it configures
 
 # isort: split
 import torch
@@ -27,15 +27,15 @@ TAG = 1
 TIMEOUT = 60.0
 BYTES_PER_MB = 1_000_000
 Computing = Callable[[float], int]
-"""Computes for so many seconds; returns how often it went round."""
+"""Computes for a number of seconds and returns the number of rounds."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured.
+    """A measured case.
 
-    ``computing`` is one of ``COMPUTINGS``; ``both``: the receiver computes as well;
-    ``message_mb``: largest message, 0: none is sent; ``progress``: with the thread.
+    ``computing`` is one of ``COMPUTINGS``; ``both``: the receiver computes too; ``message_mb``:
+    largest message, 0: none is sent; ``progress``: with the progress thread.
     """
 
     computing: str
@@ -46,7 +46,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Times:
-    """One rank's measurement: seconds computed, seconds waited after that, rounds computed."""
+    """One rank's measurement: seconds computed, seconds waited afterwards, rounds computed."""
 
     computed: float
     waited: float
@@ -63,7 +63,7 @@ def _sleep(seconds: float) -> int:
 
 
 def _torch(seconds: float) -> int:
-    """As training on a CPU: kernels of a few ms that leave the interpreter lock."""
+    """Compute as on a CPU: kernels of a few ms that release the interpreter lock."""
     matrix = torch.full((384, 384), 1e-3)
     images, kernel = torch.ones(8, 32, 32, 32), torch.full((32, 32, 3, 3), 1e-3)
     end, rounds = time.perf_counter() + seconds, 0
@@ -75,7 +75,7 @@ def _torch(seconds: float) -> int:
 
 
 def _python(seconds: float) -> int:
-    """A progress thread's worst neighbour: it holds the interpreter lock until asked for it."""
+    """Compute in a progress thread's worst case: hold the interpreter lock until requested."""
     end, rounds = time.perf_counter() + seconds, 0
     while time.perf_counter() < end:
         sum(i * i for i in range(1000))
@@ -92,7 +92,7 @@ COMPUTINGS: dict[str, Computing] = {
 
 
 def cases(message_mbs: list[float]) -> Iterator[Case]:
-    """Every case; those to be compared come one after the other."""
+    """Return every case; those to be compared follow each other."""
     for both, computing in itertools.product((False, True), ("sleep", "torch", "python")):
         yield Case(computing, both, 0.0, progress=False)
         for message_mb, progress in itertools.product(message_mbs, (True, False)):
@@ -101,8 +101,8 @@ def cases(message_mbs: list[float]) -> Iterator[Case]:
 
 
 def measure(case: Case, payload: Tensor, seconds: float) -> Times:
-    """One transfer of ``payload`` beside ``seconds`` of computing."""
-    # A transport for each: the thread of another one would move these messages too.
+    """Run one transfer of ``payload`` during ``seconds`` of computing."""
+    # A new transport for each: the thread of another one would move these messages too.
     transport = MpiTransport(timeout=TIMEOUT, progress=case.progress)
     sender = transport.rank == 0
     pieces = payload.split(int(case.message_mb * BYTES_PER_MB)) if case.message_mb else ()

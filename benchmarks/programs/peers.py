@@ -1,4 +1,4 @@
-"""Steps and sums of this project and of its peers, in turn, on the same ranks.
+"""Measure steps and sums of this project and of its peers, alternating on the same ranks.
 
 The last line that rank 0 prints is a JSON list, with one record for every measurement: the time
 of the slowest rank.
@@ -23,16 +23,16 @@ from benchmarks.programs import sums
 from benchmarks.programs.contenders import LAST, LOOPS, Task, mean_step
 
 WARM_UP = 4
-"""Steps before those that are measured: libraries learn their buckets, PowerSGD begins."""
+"""Warm-up steps, in which libraries learn their buckets and PowerSGD begins."""
 
 
 def slowest(seconds: float) -> float:
-    """That of the slowest rank."""
+    """Return the value of the slowest rank."""
     return float(MPI.COMM_WORLD.allreduce(seconds, MPI.MAX))
 
 
 def one_turn(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Every contender with every model and every size, once."""
+    """Yield every contender with every model and every size."""
     for model, who in itertools.product(args.model, args.loop):
         task = Task(model, args.batch, WARM_UP + args.steps + LAST, args.optimizer)
         seconds = slowest(mean_step(LOOPS[who](task), WARM_UP))
@@ -58,7 +58,7 @@ def main() -> int:
     add("--repeats", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    heap.keep_freed()  # as training does, for everybody
+    heap.keep_freed()  # as in training, for all contenders
     records = []
     for turn in range(args.repeats):
         records += list(one_turn(args))

@@ -1,7 +1,7 @@
-"""torch's RPC as a parameter server: workers call it with buckets, and it adds them up.
+"""Use torch's RPC as a parameter server: workers call it with buckets, and it adds them up.
 
-As in torch's own example of a parameter server (torch.distributed.rpc), less the model: what is
-measured is how fast gradients come in.
+As in torch's example of a parameter server (torch.distributed.rpc), but without the model, to
+measure only how fast gradients are received.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SERVER = "rank-0"
 
 
 class Sums:
-    """The server's state: a sum for every bucket, and how many buckets are still to come."""
+    """The server's state: a sum for every bucket, and the number of buckets still expected."""
 
     def __init__(self, layout: Layout) -> None:
         self._sums = [torch.zeros(bucket.numel) for bucket in layout.buckets]
@@ -35,13 +35,13 @@ class Sums:
         self._complete = threading.Event()
 
     def expect(self, buckets: int) -> None:
-        """So many buckets are going to come."""
+        """Set the number of expected buckets."""
         self._complete.clear()
         self._awaited = buckets
 
     def add(self, index: int, values: Tensor) -> None:
         """Add a bucket; called by RPC's threads."""
-        with self._locks[index]:  # two workers' may come at once
+        with self._locks[index]:  # buckets of two workers may arrive at the same time
             self._sums[index].add_(values)
         with self._counting:
             self._awaited -= 1
@@ -49,20 +49,20 @@ class Sums:
                 self._complete.set()
 
     def wait(self, timeout: float) -> None:
-        """Until all have come.
+        """Wait until all buckets have arrived.
 
         Raises:
-            TimeoutError: they have not.
+            TimeoutError: they have not arrived in time.
         """
         if not self._complete.wait(timeout):
-            raise TimeoutError(f"{self._awaited} buckets have not come within {timeout:g} s")
+            raise TimeoutError(f"{self._awaited} buckets have not arrived within {timeout:g} s")
 
 
 _sums: Sums | None = None
 
 
 def take(index: int, values: Tensor) -> None:
-    """What workers call at the server."""
+    """Add a bucket on the server; called by workers."""
     assert _sums is not None
     _sums.add(index, values)
 
@@ -76,12 +76,12 @@ class RpcIntake:
         self._layout = layout
         self._timeout = timeout
         self._workers = world.size - 1
-        # A tensor for each bucket: RPC copies a part of a larger one before it sends it.
+        # A separate tensor for each bucket: RPC would copy a part of a larger one before sending.
         self._slots = [[torch.ones(b.numel) for b in layout.buckets] for _ in range(ring)]
         _sums = Sums(layout) if world.rank == 0 else None
         folder = tempfile.mkdtemp(prefix="rpc-") if world.rank == 0 else None
         self._folder = Path(world.bcast(folder))
-        # All ranks are on this host, whose name need not be known to any name server.
+        # All ranks are on this host, whose name may not be resolvable.
         os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
         options = rpc.TensorPipeRpcBackendOptions(
             init_method=f"file://{self._folder / 'store'}", rpc_timeout=timeout
@@ -94,12 +94,12 @@ class RpcIntake:
         )
 
     def prepare(self, gradients: int) -> None:
-        """Before the ranks begin together."""
+        """Prepare a measurement, before the ranks start together."""
         if _sums is not None:
             _sums.expect(gradients * self._workers * len(self._layout.buckets))
 
     def run(self, gradients: int) -> None:
-        """Until all gradients are in the sums, or have left this worker."""
+        """Run until all gradients are in the sums, or have left this worker."""
         if _sums is not None:
             _sums.wait(self._timeout)
             return
@@ -118,9 +118,9 @@ class RpcIntake:
             torch.futures.wait_all(futures)
 
     def close(self) -> None:
-        """End it, on every rank."""
+        """Shut RPC down on every rank."""
         rpc.shutdown()
-        MPI.COMM_WORLD.Barrier()  # the others' shutdown reads the store until its end
+        MPI.COMM_WORLD.Barrier()  # the other ranks read the store until their shutdown is complete
         if _sums is not None:
             for path in self._folder.iterdir():
                 path.unlink(missing_ok=True)

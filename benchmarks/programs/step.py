@@ -1,4 +1,4 @@
-"""A worker's step with ALADDIN and without any communication, in turn, on the same ranks.
+"""Measure a worker's step with ALADDIN and without communication, alternating on the same ranks.
 
 Rank 0 is the server, the others are workers. The last line that rank 0 prints is a JSON list, with
 one record for every measurement: the mean seconds of a step, on the slowest worker.
@@ -40,13 +40,13 @@ from benchmarks.programs.contenders import (
 )
 
 WARM_UP = 3
-"""Steps before those that are measured: they touch all memory once."""
+"""Warm-up steps, which touch all memory once."""
 SERVERS = 1
 BUCKET_MB = 4.0
 
 
 def flat(task: Task) -> Moments:
-    """The arithmetic of ALADDIN's worker on its flat vectors, and nothing else."""
+    """The arithmetic of ALADDIN's worker on its flat vectors, without anything else."""
     module, images, labels = task.build()
     replica = Replica(module)
     sgd = MomentumSGD(replica.parameters, MOMENTUM, DECAY)
@@ -71,12 +71,12 @@ def flat(task: Task) -> Moments:
 
 
 def trained(task: Task, algorithm: str) -> Moments:
-    """As in training."""
+    """Train as usual, through the public interface."""
     return contenders.ours(task, algorithm=algorithm, servers=SERVERS)
 
 
 def sleeping(task: Task, seconds: float) -> Moments:
-    """Timed computing without a transport: each step sleeps."""
+    """Run timed computing without a transport: each step sleeps."""
     moments = []
     for _ in range(task.steps):
         time.sleep(seconds)
@@ -85,7 +85,7 @@ def sleeping(task: Task, seconds: float) -> Moments:
 
 
 def aladdin_timed(task: Task, seconds: float) -> Moments:
-    """ALADDIN with timed computing: the messages are real, a step is a sleep."""
+    """Run ALADDIN with timed computing: the messages are real, a step is a sleep."""
     transport = MpiTransport(timeout=TIMEOUT)
     folder = Path(tempfile.mkdtemp(prefix="step-"))
     module, _, _ = task.build()
@@ -112,7 +112,7 @@ def aladdin_timed(task: Task, seconds: float) -> Moments:
 
 
 def measure(case: str, task: Task, compute_seconds: float) -> float:
-    """Mean seconds of a step after the first ones, on the slowest worker."""
+    """Return the mean seconds of a step after the first ones, on the slowest worker."""
     loops: dict[str, Callable[[], Moments]] = {
         "alone": lambda: contenders.alone(task),
         "busy": lambda: contenders.alone(task),
@@ -135,7 +135,7 @@ def measure(case: str, task: Task, compute_seconds: float) -> float:
 
 
 def _wait_for_all(busy: bool) -> None:
-    """A barrier that takes no core from those who still compute; ``busy``: that takes one."""
+    """Wait at a barrier without using a core that others compute on; ``busy``: use one."""
     request = MPI.COMM_WORLD.Ibarrier()
     while not request.Test():
         if not busy:
@@ -155,7 +155,7 @@ def main() -> int:
     add("--repeats", type=int, required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    heap.keep_freed()  # as training does, for the cases without it too
+    heap.keep_freed()  # as in training, also for the cases without it
     records = []
     for _, model, case in itertools.product(range(args.repeats), args.model, args.case):
         steps = WARM_UP + args.steps + LAST

@@ -1,4 +1,4 @@
-"""Who takes part in `benchmarks.peers` when nothing is computed: ways to sum a vector."""
+"""Contenders of `benchmarks.peers` without computing: implementations of a sum over all ranks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from aladdin_mpi.transport.mpi.engine import MpiTransport
 from benchmarks.programs.contenders import TIMEOUT, gloo, horovod
 
 Sum = Callable[[Tensor], Iterable[Tensor]]
-"""Sums a vector over all ranks, perhaps in place, and returns the parts of the sum."""
+"""Sums a vector over all ranks, possibly in place, and returns the parts of the sum."""
 
 
 @contextmanager
 def bare_mpi(bucket_mb: float) -> Iterator[Sum]:
-    """mpi4py's ``Allreduce``: one call for the whole vector, which waits by spinning."""
+    """Return mpi4py's ``Allreduce``: one call for the whole vector, which spins."""
 
     def sum_up(vector: Tensor) -> list[Tensor]:
         MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, [vector.numpy(), MPI.FLOAT])
@@ -36,7 +36,7 @@ def bare_mpi(bucket_mb: float) -> Iterator[Sum]:
 
 @contextmanager
 def bare_gloo(bucket_mb: float) -> Iterator[Sum]:
-    """``torch.distributed.all_reduce`` of the whole vector."""
+    """Return ``torch.distributed.all_reduce`` of the whole vector."""
     with gloo():
 
         def sum_up(vector: Tensor) -> list[Tensor]:
@@ -48,13 +48,13 @@ def bare_gloo(bucket_mb: float) -> Iterator[Sum]:
 
 @contextmanager
 def bare_horovod(bucket_mb: float) -> Iterator[Sum]:
-    """``horovod.torch.allreduce_`` of the whole vector."""
+    """Return ``horovod.torch.allreduce_`` of the whole vector."""
     with horovod() as hvd:
         yield lambda vector: [hvd.allreduce_(vector, op=hvd.Sum, name="vector")]
 
 
 def ours(backend: str) -> Any:
-    """AR-SGD's sum: bucket by bucket, all begun before the first is waited for."""
+    """Return AR-SGD's sum: bucket by bucket, all started before waiting for the first."""
 
     @contextmanager
     def opened(bucket_mb: float) -> Iterator[Sum]:
@@ -84,7 +84,7 @@ SUMS: dict[str, Any] = {
 
 
 def seconds(who: str, megabytes: float, bucket_mb: float, warm_up: int, times: int) -> float:
-    """Mean seconds of one sum on this rank.
+    """Return the mean seconds of one sum on this rank.
 
     Raises:
         AssertionError: the sum is wrong.
@@ -93,8 +93,8 @@ def seconds(who: str, megabytes: float, bucket_mb: float, warm_up: int, times: i
     vector = torch.zeros(int(megabytes * BYTES_PER_MB) // BYTES_PER_VALUE)
     with SUMS[who](bucket_mb) as sum_up:
         total = torch.cat(list(sum_up(vector.fill_(1.0))))
-        assert total.min() == total.max() == world.size, f"{who} sums wrongly"
-        vector.zero_()  # sums of sums would soon be infinite
+        assert total.min() == total.max() == world.size, f"{who} returned a wrong sum"
+        vector.zero_()  # repeated sums would soon be infinite
         for _ in range(warm_up):
             sum_up(vector)
         world.Barrier()

@@ -1,1 +1,1 @@
-"""Parts of benchmarks.large: its cases, runs, predictions, pictures and words."""
+"""Parts of benchmarks.large: its cases, runs, predictions, plots and tables."""

@@ -1,4 +1,4 @@
-"""What is run: curves over the number of workers, each of one algorithm on one cluster."""
+"""The cases: curves over the number of workers, each of one algorithm on one cluster."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from benchmarks.spread import spread
 
 WORKERS_PER_HOST = 8
 LOCAL_GBIT = 1600.0
-"""Inside a host: 200 Gbit/s for each of eight workers, as a PCIe 4.0 slot of 16 lanes gives."""
+"""Gbit/s inside a host: 200 for each of eight workers, as with a PCIe 4.0 slot of 16 lanes."""
 JITTER = 0.05
-"""Standard deviation of a step's time over its mean, as on machines that others use too. In the
-IPDPS study's cluster it was 1.3 % (`benchmarks.ipdps_paper.JITTER`), which is kinder to those who
-wait for the slowest."""
+"""Standard deviation of a step's time relative to its mean, as on shared machines. In the IPDPS
+study's cluster it was 1.3 % (`benchmarks.ipdps_paper.JITTER`), which favours algorithms that wait
+for the slowest worker."""
 LINKS = (10.0, 25.0, 100.0, 200.0)
 SERVERS = (1, 4, 16, 64)
 USUAL_LINK, USUAL_SERVERS = 100.0, 16
 WORKERS = (8, 16, 32, 64, 128, 256, 512, 1024)
 HOST_FIRST = "bsp, host first"
 ALL_TO_ALL_WORKERS = 128
-"""Most workers of `multistep`: every one sends to every other, n^2 messages for a bucket."""
+"""Largest number of workers of `multistep`: all send to all, n^2 messages per bucket."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Workload:
     """A network at full size.
 
     Args:
-        megabytes: of parameters, fp32.
-        seconds: of a step of one worker, that of the ALADDIN study's cluster.
+        megabytes: megabytes of parameters in fp32.
+        seconds: duration of a worker's step on the ALADDIN study's cluster.
         batch: samples of a step there (Ko et al., CIKM 2021, section 5.1).
-        message_mb: largest message: some 12 to 16 make a gradient.
+        message_mb: largest message; a gradient has about 12 to 16.
     """
 
     name: str
@@ -57,9 +57,9 @@ WORKLOADS = {"resnet50": _whole("resnet50", 128, 8.0), "vgg16": _whole("vgg16", 
 
 @dataclass(frozen=True)
 class Phase:
-    """Which steps of a worker are measured: ``window`` of them after ``warm_up``.
+    """The measured steps of a worker: ``window`` of them after ``warm_up``.
 
-    The window holds whole periods of the algorithm, such as ALADDIN's pi steps.
+    The window contains whole periods of the algorithm, such as ALADDIN's pi steps.
     """
 
     warm_up: int
@@ -67,11 +67,11 @@ class Phase:
 
     @property
     def steps(self) -> int:
-        """Of each worker in the run."""
+        """Steps of each worker in the run."""
         return self.warm_up + self.window + 1
 
     def longer(self, times: int) -> Phase:
-        """With a window and a warm-up so many times as long."""
+        """Return a phase whose window and warm-up are longer by this factor."""
         return Phase(self.warm_up * times, self.window * times)
 
 
@@ -93,10 +93,10 @@ class Curve:
     """One algorithm on one kind of cluster.
 
     Args:
-        algorithm: of the registry, or :data:`HOST_FIRST`.
-        servers: most of them: hosts have one each, up to so many; 0: it has none.
-        gbit: of a host's link, each way.
-        workers: the numbers of workers, rising.
+        algorithm: an algorithm of the registry, or :data:`HOST_FIRST`.
+        servers: largest number of servers, one per host; 0: the algorithm has none.
+        gbit: rate of a host's link in each direction.
+        workers: the numbers of workers, ascending.
     """
 
     algorithm: str
@@ -107,9 +107,9 @@ class Curve:
 
     @property
     def cases(self) -> Iterator[Case]:
-        """One for each number of workers."""
+        """Return one case for each number of workers."""
         for workers in self.workers:
-            # So that what is the same on few hosts is run once.
+            # So that cases that are equal on few hosts run once.
             servers = min(self.servers, _hosts(workers))
             yield Case(self.algorithm, self.workload, workers, servers, self.gbit)
 
@@ -125,7 +125,7 @@ def _hosts(workers: int) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """A point of a curve; ``times`` as many steps as usual."""
+    """A point of a curve, with ``times`` as many steps as usual."""
 
     algorithm: str
     workload: str
@@ -142,18 +142,18 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Of the algorithm in the registry."""
+        """The algorithm's name in the registry."""
         return "bsp" if self.algorithm == HOST_FIRST else self.algorithm
 
     @property
     def hosts(self) -> int:
-        """Eight workers to a host."""
+        """The number of hosts, with eight workers each."""
         return _hosts(self.workers)
 
     @property
     def phase(self) -> Phase:
-        """Which steps are measured."""
-        if self.name in ("sgp", "osgp"):  # the whole cycle of its graph
+        """The measured steps."""
+        if self.name in ("sgp", "osgp"):  # the whole cycle of the algorithm's graph
             phase = Phase(3, max(4, (self.workers - 1).bit_length()))
         else:
             phase = PHASES.get(self.name, PHASE)
@@ -161,18 +161,18 @@ class Case:
 
     @property
     def digest(self) -> str:
-        """Tells whether a point that was kept is of the same run: of all options and steps."""
+        """A digest of all options and steps, which identifies stored points of the same run."""
         told = json.dumps([*self.words, self.phase.warm_up, self.phase.window])
         return hashlib.sha256(told.encode()).hexdigest()[:12]
 
     def options(self, run_dir: Path) -> SimulateOptions:
-        """Of `aladdin_mpi.simulate`."""
+        """Return the options of `aladdin_mpi.simulate`."""
         words = [*self.words, "--run-dir", str(run_dir), "--quiet"]
         return parse(SimulateOptions, words, "benchmarks.large", "")
 
     @property
     def words(self) -> list[str]:
-        """The options in which runs differ, or that a change of this benchmark may change."""
+        """Return the options in which runs differ, or that a new version may change."""
         model = self.model
         values: dict[str, object] = {
             "--algorithm": self.name,
@@ -202,7 +202,7 @@ class Case:
 def curve(
     algorithm: str, workload: str, gbit: float, servers: int, workers: Sequence[int] = WORKERS
 ) -> Curve:
-    """A curve over these numbers of workers, as far as they can be simulated."""
+    """Return a curve over these numbers of workers, as far as they can be simulated."""
     name = "bsp" if algorithm == HOST_FIRST else algorithm
     limit = ALL_TO_ALL_WORKERS if name == "multistep" else max(workers)
     numbers = tuple(n for n in sorted(set(workers)) if n <= limit)
@@ -216,7 +216,7 @@ OVER_LINKS = ("aladdin", "asp", "ar-sgd", "sgp", "ad-psgd", "gosgd")
 
 
 def all_algorithms() -> list[str]:
-    """Those of the registry, and BSP's other form."""
+    """Return the algorithms of the registry, and BSP's other form."""
     names = list(ALGORITHMS)
     names.insert(names.index("bsp") + 1, HOST_FIRST)
     return names
@@ -229,9 +229,9 @@ def study(
     servers: Sequence[int] = SERVERS,
     links: Sequence[float] = LINKS,
 ) -> list[Curve]:
-    """The curves of these algorithms, by default of the full pass.
+    """Return the curves of these algorithms, by default those of the full run.
 
-    First one of each with the usual servers and link; then of some of them, one for each of the
+    First one of each with the usual servers and link; then, for some of them, one for each of the
     other ``servers`` and ``links``.
     """
     curves: dict[Curve, None] = {}

@@ -1,4 +1,4 @@
-"""One point of a curve: a simulation, and what its settled part shows."""
+"""Simulate one point of a curve, and measure its settled part."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _MEMORY = Path("/dev/shm")
 
 @dataclass
 class Diary:
-    """When each worker began each step, and what it had sent and waited by then."""
+    """Start of each worker's steps, with the bytes sent and seconds waited by then."""
 
     moments: dict[int, list[tuple[float, int, float]]] = field(default_factory=dict)
     carried: list[tuple[float, dict[str, list[int]]]] = field(default_factory=list)
-    """At the beginning of the first worker's steps: the bytes on every link."""
+    """Bytes on every link at the start of the first worker's steps."""
 
 
 def run(case: Case) -> dict[str, Any]:
-    """Simulate; returns the figures of the settled part."""
+    """Simulate and return the figures of the settled part."""
     diary = Diary()
-    # A checkpoint ends every run, a file for each rank: in memory, where there is such a folder.
+    # Every run ends with a checkpoint, one file per rank: in memory, if there is such a folder.
     place = _MEMORY if _MEMORY.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="large-", dir=place) as folder:
         options = case.options(Path(folder) / "run")
@@ -62,7 +62,7 @@ def _note(diary: Diary, transport: VirtualTransport, first: int) -> None:
 
 
 def figures(case: Case, diary: Diary) -> dict[str, Any]:
-    """What the steps within the window say."""
+    """Return the figures of the steps within the window."""
     phase, workers = case.phase, list(diary.moments.values())
     rates, sent, waits = [], [], []
     for moments in workers:
@@ -82,9 +82,9 @@ def figures(case: Case, diary: Diary) -> dict[str, Any]:
 
 
 def ends(moments: Sequence[Any], phase: Phase) -> tuple[Any, Any, int]:
-    """The first and the last moment of the window, and the steps between.
+    """Return the start and the end of the window, and the steps between.
 
-    A worker that had fewer steps than others, as the slower ones have, ends earlier.
+    A worker with fewer steps than others, as slower ones have, ends earlier.
     """
     last = min(phase.warm_up + phase.window, len(moments) - 1)
     first = min(phase.warm_up, last - 1)
@@ -92,7 +92,7 @@ def ends(moments: Sequence[Any], phase: Phase) -> tuple[Any, Any, int]:
 
 
 def busiest(case: Case, start: Any, end: Any) -> dict[str, Any]:
-    """The link that was busy for the largest share of the window."""
+    """Return the link that was busy for the largest share of the window."""
     seconds = end[0] - start[0]
     found: list[tuple[float, str]] = []
     for kind, before in start[1].items():
@@ -106,13 +106,13 @@ def busiest(case: Case, start: Any, end: Any) -> dict[str, Any]:
 
 
 Timed = tuple[Case, dict[str, Any], float, float]
-"""A case, its figures, the seconds that it took and the most memory in MB."""
+"""A case, its figures, its duration in seconds and its peak memory in MB."""
 
 
 def run_apart(cases: Sequence[Case], jobs: int) -> Iterator[Timed]:
-    """As :func:`run`, each in a process of its own, ``jobs`` of them side by side.
+    """Run each case as :func:`run` in a separate process, ``jobs`` at a time.
 
-    So that a thousand ranks' memory is given back, and one case cannot disturb the next.
+    So the memory of a thousand ranks is released, and a case cannot affect the next one.
     """
     if not cases:
         return
@@ -123,13 +123,13 @@ def run_apart(cases: Sequence[Case], jobs: int) -> Iterator[Timed]:
 
 @lru_cache(maxsize=1)
 def _import_all() -> None:
-    """Have this process import what every run needs, so that its copies need not."""
+    """Import the modules of every run in this process, so that its forks need not."""
     torch.set_num_threads(1)
     run(Case("aladdin", "resnet50", 2, 1, LOCAL_GBIT))
 
 
 def _timed(case: Case) -> Timed:
-    # Ranks leave hardly a cycle behind: looking for some takes a tenth of the time, more with
+    # Ranks leave hardly any cycles: looking for them takes a tenth of the time, more with
     # many ranks, and saves no memory.
     gc.disable()
     start = time.perf_counter()

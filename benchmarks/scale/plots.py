@@ -1,4 +1,4 @@
-"""The curves for the eye."""
+"""Plot the curves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ALGORITHMS, SERVERS, LINKS = "algorithms.png", "servers.png", "links.png"
 
 
 def draw(founds: Sequence[Found], folder: Path) -> list[Path]:
-    """Draw the pictures that there are curves for; returns their files."""
+    """Draw the figures for the available curves; return their files."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [_algorithms(founds, folder / ALGORITHMS)]
     paths.append(
@@ -60,7 +60,7 @@ def _figure(width: float, height: float) -> Any:
 
 
 def _algorithms(founds: Sequence[Found], path: Path) -> Path | None:
-    """Speed-up, and share of the ideal, over workers: all algorithms, a column for each model."""
+    """Draw speedup and share of the ideal over workers: all algorithms, a column per model."""
     usual = [
         f for f in founds if f.curve.gbit == USUAL_LINK and f.curve.servers in (0, USUAL_SERVERS)
     ]
@@ -101,7 +101,7 @@ def _speeds(axis: Any, founds: Sequence[Found]) -> None:
     _over_workers(axis, numbers)
     axis.set_yscale("log", base=2)
     axis.set_yticks(numbers, [str(n) for n in numbers], fontsize=8)
-    axis.set_ylabel("speed-up over one worker")
+    axis.set_ylabel("speedup over one worker")
 
 
 def _shares(axis: Any, founds: Sequence[Found]) -> None:
@@ -112,7 +112,7 @@ def _shares(axis: Any, founds: Sequence[Found]) -> None:
         if found.curve.algorithm == "aladdin":
             look = {**looks["aladdin"], "linestyle": "none", "marker": "x"}
             numbers, values = zip(*found.alone, strict=True)
-            axis.plot(numbers, values, label="aladdin, gradients sent by themselves", **look)
+            axis.plot(numbers, values, label="aladdin, gradients sent individually", **look)
     axis.axhline(KNEE, color="grey", lw=0.8, ls=":")
     _over_workers(axis, _longest(founds))
     axis.set_ylim(0, 1.08)
@@ -126,7 +126,7 @@ def _looks() -> dict[str, dict[str, Any]]:
 
 
 def _longest(founds: Sequence[Found]) -> list[int]:
-    """The numbers of workers of the curve that goes farthest."""
+    """Return the numbers of workers of the longest curve."""
     return [n for n, _ in max(founds, key=lambda found: found.points[-1][0]).points]
 
 
@@ -145,7 +145,7 @@ def _families(
     title: str,
     path: Path,
 ) -> Path | None:
-    """Share of the ideal, a panel for each algorithm and model, a line for each member."""
+    """Draw the share of the ideal, a panel per algorithm and model, a line per member."""
     families = {
         (key, name): [f for f in founds if (f.curve.workload, f.curve.algorithm) == (key, name)]
         for key in WORKLOADS
@@ -162,7 +162,7 @@ def _families(
             axis.set_title(f"{name}, {WORKLOADS[key].name}", fontsize=9)
         line[0].set_ylabel("share of the ideal")
     figure.suptitle(
-        f"Share of the ideal speed-up {title} (aladdin: of gradients sent by themselves)",
+        f"Share of the ideal speedup {title} (aladdin: of gradients sent individually)",
         fontsize=10,
     )
     figure.savefig(path, dpi=DPI)

@@ -1,7 +1,7 @@
-"""How far an algorithm should scale, from its bytes and the links' rates alone.
+"""Predict how far an algorithm scales, from its bytes and the links' rates alone.
 
-For each step of all workers the bytes are added up that must pass the link of the busiest
-host. Two bounds follow: all of it is hidden behind computing, or nothing is. What is measured
+The prediction sums the bytes that cross the busiest host's link in one step of all workers. Two
+bounds follow: all of this traffic overlaps with computing, or none of it does. Measured values
 should lie between them.
 """
 
@@ -15,7 +15,7 @@ from statistics import NormalDist
 from benchmarks.scale.cases import HOST_FIRST, JITTER, WORKERS_PER_HOST, Curve
 
 KNEE = 0.8
-"""Share of the ideal speed-up that ends at the knee."""
+"""Share of the ideal speedup that defines the knee."""
 _PI, _EASGD_TAU, _LOCAL_STEPS, _GOSGD_P = 4, 2, 8, 0.01
 _POINTS_PER_OCTAVE = 64
 
@@ -28,22 +28,22 @@ UP_DOWN = {
     "easgd": (1 / _EASGD_TAU, 1 / _EASGD_TAU),
     "eamsgd": (1 / _EASGD_TAU, 1 / _EASGD_TAU),
 }
-"""Models' worth that a worker sends to the servers, and gets from them, in a step. How often
-`ashl` and `adsp` exchange is what they find out themselves: nothing is predicted."""
+"""Traffic of a worker to and from the servers in a step, in models. `ashl` and `adsp` choose how
+often they exchange, so nothing is predicted for them."""
 BARRIERS = {"bsp": 1, HOST_FIRST: 1, "ar-sgd": 1, "multistep": 1, "local-sgd": _LOCAL_STEPS}
-"""After how many steps all workers wait for the slowest."""
+"""Number of steps after which all workers wait for the slowest."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What one step of every worker brings to the busiest host, in models' worth."""
+    """The busiest host's traffic in one step of every worker, in models."""
 
     into: float
     out: float
 
 
 def load(curve: Curve, workers: float) -> Load | None:
-    """The load of a step; None where an algorithm decides itself how much it sends."""
+    """Return the load of a step; None if an algorithm decides itself how much it sends."""
     hosts = max(1.0, workers / WORKERS_PER_HOST)
     if hosts == 1:
         return Load(0.0, 0.0)
@@ -57,13 +57,13 @@ def load(curve: Curve, workers: float) -> Load | None:
 
 
 def _of_servers(senders: float, here: int, servers: float, up: float, down: float) -> Load:
-    """A server's host, with ``here`` of the senders, of which some is for the other servers."""
+    """Return the load of a server's host with ``here`` senders, which also use other servers."""
     share, elsewhere = (senders - here) / servers, here * (servers - 1) / servers
     return Load(up * share + down * elsewhere, down * share + up * elsewhere)
 
 
 def _of_peers(algorithm: str, workers: float, hosts: float) -> float | None:
-    """Both ways alike; neighbours share a host."""
+    """Return the load with equal traffic in both directions; neighbours share a host."""
     abroad = WORKERS_PER_HOST * (workers - WORKERS_PER_HOST) / (workers - 1)
     one_way: dict[str, Callable[[], float]] = {
         "ar-sgd": lambda: 2 * (hosts - 1) / hosts,
@@ -78,14 +78,14 @@ def _of_peers(algorithm: str, workers: float, hosts: float) -> float | None:
 
 
 def _exponential(workers: float) -> float:
-    """Mean over the hops 1, 2, 4, ...: of eight neighbours as many send out of the host."""
+    """Return the mean load over the hops 1, 2, 4, ... of eight neighbours on a host."""
     inside = int(log2(WORKERS_PER_HOST))
     hops = max(log2(workers), inside + 1e-9)
     return (WORKERS_PER_HOST - 1 + WORKERS_PER_HOST * (hops - inside)) / hops
 
 
 def efficiency(curve: Curve, workers: float, overlapped: bool) -> float | None:
-    """Share of the ideal speed-up that the links allow, if all is overlapped or nothing."""
+    """Return the share of the ideal speedup that the links allow, with full or no overlap."""
     found = load(curve, workers)
     if found is None:
         return None
@@ -98,19 +98,19 @@ def efficiency(curve: Curve, workers: float, overlapped: bool) -> float | None:
         step = seconds + (found.into + found.out) * second_per_model
     share = curve.model.seconds / step
     if curve.servers == 1 and not steps:
-        # Whose server is on their own host do not use the link, and wait for nobody.
+        # Workers whose server is on their host do not use the link and do not wait.
         return (WORKERS_PER_HOST + (workers - WORKERS_PER_HOST) * share) / workers
     return share
 
 
 def slowest(workers: float, steps: int) -> float:
-    """The slowest worker's time for so many steps over the mean (Blom's approximation)."""
+    """Return the slowest worker's time for these steps relative to the mean (Blom's formula)."""
     place = NormalDist().inv_cdf((workers - 0.375) / (workers + 0.25))
     return 1 + JITTER / steps**0.5 * place
 
 
 def predicted_knee(curve: Curve, overlapped: bool) -> Knee | None:
-    """By :func:`efficiency`; None: nothing is predicted."""
+    """Return the knee by :func:`efficiency`; None: nothing is predicted."""
     first, last = log2(min(curve.workers)), log2(max(curve.workers))
     count = round((last - first) * _POINTS_PER_OCTAVE)
     numbers = [2 ** (first + i / _POINTS_PER_OCTAVE) for i in range(count + 1)]
@@ -121,7 +121,7 @@ def predicted_knee(curve: Curve, overlapped: bool) -> Knee | None:
 
 @dataclass(frozen=True)
 class Knee:
-    """The number of workers, or a bound: ``beyond`` it (1) or before it (-1)."""
+    """A number of workers, or a bound: the knee is ``beyond`` it (1) or before it (-1)."""
 
     workers: float
     beyond: int = 0
@@ -131,10 +131,10 @@ class Knee:
 
 
 def knee(points: list[tuple[float, float]]) -> Knee:
-    """Where the efficiency first falls below :data:`KNEE`, between points over log2.
+    """Return where the efficiency first falls below :data:`KNEE`, interpolated over log2.
 
     Args:
-        points: workers, rising, and share of the ideal speed-up.
+        points: workers, ascending, and share of the ideal speedup.
     """
     before, above = points[0]
     if above < KNEE:

@@ -1,4 +1,4 @@
-"""The knees: one row for each curve, and what moves them in words."""
+"""The table of knees: one row for each curve, and sentences on what moves them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.scale.cases import Curve
 from benchmarks.scale.prediction import KNEE, Knee, knee, predicted_knee
 
 SATURATED = 0.9
-"""A link that is busy for this share of the time is the bottleneck."""
+"""Share of busy time from which a link is the bottleneck."""
 
 Point = Mapping[str, Any]
 
@@ -24,15 +24,15 @@ class Found:
 
     @property
     def efficiencies(self) -> list[tuple[float, float]]:
-        """Share of the ideal speed-up by workers."""
+        """Return the share of the ideal speedup by number of workers."""
         return [(float(n), point["speed_up"] / n) for n, point in self.points]
 
     @property
     def alone(self) -> list[tuple[float, float]]:
-        """The same of gradients that were sent by themselves, not added to another one.
+        """Return the same for gradients that were sent individually, not added to another one.
 
-        Only ALADDIN adds them up, when its ring of messages is full: a worker never waits,
-        and the speed-up alone would not show that the links are.
+        Only ALADDIN adds them up, when its ring of messages is full: a worker never waits, and
+        the speedup alone would not show that the links are saturated.
         """
         size = self.curve.model.megabytes
         return [
@@ -41,24 +41,24 @@ class Found:
 
     @property
     def judged(self) -> list[tuple[float, float]]:
-        """What the knee is taken of."""
+        """Return the values that determine the knee."""
         return self.alone if self.curve.algorithm == "aladdin" else self.efficiencies
 
     @property
     def knee(self) -> Knee:
-        """Of the speed-up; for ALADDIN of the gradients that are sent by themselves."""
+        """The knee of the speedup; for ALADDIN, of the gradients that are sent individually."""
         return knee(self.judged)
 
     @property
     def after(self) -> tuple[int, Point]:
-        """The first point past the knee, or the last one."""
+        """Return the first point past the knee, or the last one."""
         edge = self.knee
         past = [each for each in self.points if edge.beyond <= 0 and each[0] >= edge.workers]
         return past[0] if past else self.points[-1]
 
 
 def row(found: Found) -> dict[str, Any]:
-    """A line of the table."""
+    """Return a row of the table."""
     curve = found.curve
     workers, last = found.points[-1]
     at, point = found.after
@@ -85,7 +85,7 @@ def _shown(predicted: Knee | None) -> str | None:
 
 
 def limit(found: Found) -> str:
-    """What holds a curve back where its knee has been passed."""
+    """Return the bottleneck of a curve past its knee."""
     _, point = found.after
     if found.knee.beyond > 0:
         return "none up to here"
@@ -96,7 +96,7 @@ def limit(found: Found) -> str:
 
 # -- what moves a knee -----------------------------------------------------------------
 def servers(number: float) -> str:
-    """So many of them."""
+    """Return a description of the number of servers."""
     return f"{number:g} server" if number == 1 else f"{number:g} servers"
 
 
@@ -105,7 +105,7 @@ def _links(gbit: float) -> str:
 
 
 def words(founds: Sequence[Found]) -> list[str]:
-    """Sentences on the curves that differ in one thing."""
+    """Return sentences on the curves that differ in one setting."""
     return [
         *_moves(founds, "servers", lambda curve: curve.servers, servers),
         *_moves(founds, "link", lambda curve: curve.gbit, _links),
@@ -134,7 +134,7 @@ def _moves(
 
 
 def _factor(members: Sequence[Found]) -> str:
-    """How far the knee moved, over those of which it was found."""
+    """Return how far the knee moved, over the curves where it was found."""
     exact = [found.knee.workers for found in members if not found.knee.beyond]
     return f" (moved by {exact[-1] / exact[0]:.1f})" if len(exact) > 1 else ""
 
@@ -155,14 +155,14 @@ def _models(founds: Sequence[Found]) -> list[str]:
 
 
 def between(founds: Sequence[Found]) -> str:
-    """How many of the knees lie between their predictions."""
+    """Return how many of the knees lie between their predictions."""
     judged = inside = 0
     for found in founds:
         bounds = [predicted_knee(found.curve, overlapped) for overlapped in (False, True)]
         if bounds[0] is None or bounds[1] is None or found.knee.beyond:
             continue
         judged += 1
-        # As far apart as a quarter of the way from one number of workers to the next.
+        # Tolerance: a quarter of the distance between two numbers of workers.
         low, high = bounds[0].workers / 2**0.25, bounds[1].workers * 2**0.25
         inside += low <= found.knee.workers <= high
     return (
@@ -172,5 +172,5 @@ def between(founds: Sequence[Found]) -> str:
 
 
 def knee_rule() -> str:
-    """The definition, for the notes."""
-    return f"at least {KNEE:.0%} of the ideal speed-up"
+    """Return the definition for the notes."""
+    return f"at least {KNEE:.0%} of the ideal speedup"

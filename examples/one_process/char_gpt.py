@@ -1,4 +1,4 @@
-"""A small GPT that learns to write Python, letter by letter, from the standard library.
+"""Train a small character-level GPT on Python code from the standard library.
 
 python char_gpt.py
 """
@@ -17,7 +17,7 @@ EPOCHS, PARTS = 2, 2
 
 
 class Text(Dataset):
-    """Pieces of a text, as numbers of letters."""
+    """Consecutive pieces of a text, encoded as letter indices."""
 
     def __init__(self, text: str, letters: str, length: int) -> None:
         number = {letter: i for i, letter in enumerate(letters)}
@@ -33,13 +33,13 @@ class Text(Dataset):
 
 
 def collate(pieces: list[Tensor]) -> dict[str, Tensor]:
-    """A letter is to be told from those before it."""
+    """Stack pieces into inputs and targets; each target is the next letter."""
     batch = torch.stack(pieces)
     return {"letters": batch[:, :-1], "next": batch[:, 1:]}
 
 
 class Block(nn.Module):
-    """Attention to what came before, then two layers for each letter."""
+    """A transformer block: causal self-attention, then a two-layer MLP."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, T, width) to the same."""
+        """Map (N, T, width) to (N, T, width)."""
         n, t, width = x.shape
         qkv = self.qkv(self.norm1(x)).view(n, t, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tells the next letter; the table of letters is used for reading and for writing."""
+    """A language model with tied input and output embeddings."""
 
     def __init__(self, letters: int, length: int, width: int = 64, layers: int = 2) -> None:
         super().__init__()
@@ -81,12 +81,12 @@ class GPT(nn.Module):
 
 
 def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Nats per letter."""
+    """Return the cross entropy in nats per letter."""
     return functional.cross_entropy(model(batch["letters"]).flatten(0, 1), batch["next"].flatten())
 
 
 def validate(model: nn.Module, data: Text) -> float:
-    """Nats per letter of a text that was not learnt from."""
+    """Return the mean cross entropy on held-out text, in nats per letter."""
     model.eval()
     with torch.no_grad():
         losses = [
@@ -97,7 +97,7 @@ def validate(model: nn.Module, data: Text) -> float:
 
 
 def groups(model: nn.Module) -> list[dict[str, object]]:
-    """Matrices decay, the rest does not."""
+    """Return parameter groups that apply weight decay to matrices only."""
     own = list(model.parameters())
     return [
         {"params": [p for p in own if p.dim() > 1], "weight_decay": 0.1},
@@ -106,7 +106,7 @@ def groups(model: nn.Module) -> list[dict[str, object]]:
 
 
 def main() -> None:
-    """Train and test."""
+    """Train, and validate after each epoch."""
     text = inspect.getsource(argparse) + inspect.getsource(inspect)
     letters, cut = "".join(sorted(set(text))), int(0.9 * len(text))
     train_data, test_data = Text(text[:cut], letters, 64), Text(text[cut:], letters, 64)

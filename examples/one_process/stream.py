@@ -1,4 +1,4 @@
-"""Data that never end and can only be read in order: which letter follows eight others.
+"""Train on an endless stream of data: predict the letter that follows eight others.
 
 python stream.py
 """
@@ -21,7 +21,7 @@ BATCHES, SIZE, CONTEXT = 600, 32, 8
 
 
 class Letters(IterableDataset):
-    """Eight letters and the next one, from some modules, again and again."""
+    """Endless pairs of eight letters and the next one, from the source of three modules."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, int]]:
         for module in itertools.cycle((heapq, queue, textwrap)):
@@ -31,7 +31,7 @@ class Letters(IterableDataset):
 
 
 def main() -> None:
-    """Train, and print the loss now and then."""
+    """Train, and print the loss every 100 batches."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Embedding(128, 16), nn.Flatten(), nn.Linear(16 * CONTEXT, 128), nn.ReLU(),

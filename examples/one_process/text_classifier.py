@@ -1,4 +1,4 @@
-"""Which module a line of Python is from: words as a dict of tensors, a model that tells its loss.
+"""Classify lines of Python by module: dict batches, and a model that returns its loss.
 
 python text_classifier.py
 """
@@ -21,7 +21,7 @@ EPOCHS, WORDS = 3, 4096
 
 
 class Lines(Dataset):
-    """Lines of some modules, and the number of the module."""
+    """Lines of three modules, labelled with the module's index."""
 
     def __init__(self, part: int) -> None:
         self.items: list[tuple[Tensor, int]] = []
@@ -39,7 +39,7 @@ class Lines(Dataset):
 
 
 def collate(items: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
-    """Lines are of unequal lengths; 0 stands for no word."""
+    """Pad lines of different lengths; word 0 is padding."""
     words = pad_sequence([words for words, _ in items], batch_first=True)
     return {
         "input_ids": words,
@@ -50,14 +50,14 @@ def collate(items: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
 
 @dataclasses.dataclass
 class Output:
-    """What the model gives, as Hugging Face's do."""
+    """Output of the model, in the style of Hugging Face."""
 
     loss: Tensor
     logits: Tensor
 
 
 class Classifier(nn.Module):
-    """The mean of what the words are, in two layers."""
+    """Mean of the word embeddings, followed by two layers."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Classifier(nn.Module):
         self.layers = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 3))
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Output:
-        """(N, T), (N, T) and (N,)."""
+        """Compute loss and logits from inputs (N, T), (N, T) and (N,)."""
         mask = attention_mask.unsqueeze(2)
         mean = (self.words(input_ids) * mask).sum(1) / mask.sum(1)
         logits = self.layers(mean)
@@ -73,14 +73,14 @@ class Classifier(nn.Module):
 
 
 def accuracy(model: nn.Module, data: Lines) -> float:
-    """The share of lines that are named rightly."""
+    """Return the fraction of lines classified correctly."""
     (batch,) = DataLoader(data, len(data), collate_fn=collate)
     with torch.no_grad():
         return (model(**batch).logits.argmax(1) == batch["labels"]).float().mean().item()
 
 
 def main() -> None:
-    """Train and test."""
+    """Train, and test after each epoch."""
     torch.manual_seed(0)
     model, test_data = Classifier(), Lines(part=1)
     loader = DataLoader(Lines(part=0), 16, shuffle=True, collate_fn=collate)

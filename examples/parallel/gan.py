@@ -1,4 +1,4 @@
-"""Two networks against each other: one makes points, the other tells them from those of a ring.
+"""Train a GAN: the generator learns to produce points on a ring.
 
 mpirun -np 3 python gan.py
 """
@@ -18,13 +18,13 @@ EPOCHS = 6
 
 
 def ring(count: int) -> Tensor:
-    """Points (count, 2) near the circle of radius 1."""
+    """Return points (count, 2) near the circle of radius 1."""
     angles = 2 * math.pi * torch.rand(count)
     return torch.stack([angles.cos(), angles.sin()], 1) + 0.02 * torch.randn(count, 2)
 
 
 def layers(inputs: int, outputs: int) -> nn.Module:
-    """A small network."""
+    """Return an MLP with two hidden layers."""
     return nn.Sequential(
         nn.Linear(inputs, 64),
         nn.LeakyReLU(0.2),
@@ -35,18 +35,18 @@ def layers(inputs: int, outputs: int) -> nn.Module:
 
 
 def judged(scores: Tensor, real: bool) -> Tensor:
-    """Small where ``scores`` say rightly whether points are real."""
+    """Return the loss of the scores for points that are all real or all generated."""
     return functional.binary_cross_entropy_with_logits(scores, torch.full_like(scores, real))
 
 
 def distance(maker: nn.Module) -> float:
-    """Of the points that are made from the circle, in the mean."""
+    """Return the mean distance of generated points from the circle."""
     with torch.no_grad():
         return (maker(torch.randn(512, 4)).norm(dim=1) - 1).abs().mean().item()
 
 
 def main() -> None:
-    """Train both."""
+    """Train both networks."""
     torch.manual_seed(0)
     data = TensorDataset(ring(8192))
     maker, judge = layers(4, 2), layers(2, 1)

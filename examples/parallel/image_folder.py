@@ -1,4 +1,4 @@
-"""A residual network with batch norm on images in images/train/CLASS and images/test/CLASS.
+"""Train a residual network with batch norm on images/train/CLASS and images/test/CLASS.
 
 mpirun -np 3 python image_folder.py
 """
@@ -20,7 +20,7 @@ TEST = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
 
 
 class Block(nn.Module):
-    """Two convolutions beside a short cut."""
+    """A residual block: two convolutions and a shortcut."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -33,12 +33,12 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, C, H, W) to the same."""
+        """Map (N, C, H, W) to (N, C, H, W)."""
         return functional.relu(x + self.layers(x))
 
 
 def network(classes: int) -> nn.Module:
-    """Maps (N, 3, H, W) to (N, classes)."""
+    """Return a network that maps (N, 3, H, W) to (N, classes)."""
     return nn.Sequential(
         nn.Conv2d(3, 16, 3, stride=2, padding=1, bias=False),
         nn.BatchNorm2d(16),
@@ -52,7 +52,7 @@ def network(classes: int) -> nn.Module:
 
 
 def accuracy(model: nn.Module, data: ImageFolder) -> float:
-    """The share of images that are named rightly."""
+    """Return the fraction of images classified correctly."""
     model.eval()
     with torch.no_grad():
         right = [model(images).argmax(1) == labels for images, labels in DataLoader(data, 64)]

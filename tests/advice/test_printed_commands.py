@@ -134,7 +134,7 @@ def test_batch_script_accepts_printed_command(cluster: str) -> None:
         complete_options {shlex.join(options)}
         count_servers
         place_run {" ".join(f"n{host}" for host in range(on.hosts))}
-        tell_places"""
+        print_placement"""
     env = {
         **dict(setting.split("=") for setting in settings.split()),
         **{"ALADDIN_SLURM": "slurm", "ALADDIN_SCRIPT": "train.sbatch", "PYTHON": sys.executable},

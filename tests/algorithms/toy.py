@@ -1,4 +1,4 @@
-"""An algorithm from outside the package, as CONTRIBUTING.md says: gradients up, models down."""
+"""An algorithm from outside the package: gradients up, models down."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ def speed_up(run_dir: Path, workers: int, megabytes: float) -> float:
 
 
 @pytest.mark.parametrize("workers", [4, 8])
-def test_multistep_hides_all_gathers_behind_forward_pass(
+def test_multistep_overlaps_all_gathers_with_forward_pass(
     tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # 120 MB (n - 1)/n take up to 0.21 s there, and as much back: backward has two thirds of a

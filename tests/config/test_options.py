@@ -92,7 +92,8 @@ def shown_help(model: type[BaseModel]) -> str:
 def test_help_shows_every_option_with_its_default(model: type[BaseModel]) -> None:
     text = shown_help(model)
     for leaf in leaves(model).values():
-        entry = re.search(rf"^ +{leaf.flag}[ ,].*?\(default:\s(.*?)\)\n", text, re.M | re.S)
+        flag = re.escape(f"--[no-]{leaf.flag[2:]}" if leaf.is_bool else leaf.flag)
+        entry = re.search(rf"^ +{flag}\s.*?\(default:\s(.*?)\)\n", text, re.M | re.S)
         assert entry, leaf.flag
         assert " ".join(entry[1].split()) == leaf.default_text
 
@@ -110,7 +111,7 @@ def test_help_has_groups_units_and_choices() -> None:
         assert text.count(f"\n{title}:\n") == 1
     assert "--timeout SECONDS" in text
     assert "--wire {auto,fp32,bf16,int8,int4}" in text
-    assert "--nesterov, --no-nesterov" in text
+    assert "--[no-]nesterov " in text
     assert "--cluster FILE" in text
 
 

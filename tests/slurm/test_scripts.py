@@ -115,7 +115,7 @@ def test_array_ends_in_one_report_after_stopped_task(cluster: SlurmCluster) -> N
     job.until(lambda: metrics.exists() and metrics.stat().st_size > 0)
     cluster.run("scancel", "--signal=USR2", "--batch", f"{job.number}_1")
     assert job.wait() == "COMPLETED", job.output(1)
-    assert re.search(rf"\bqueue\b.*\b{job.number}_1\b", job.output(1))
+    assert re.search(rf"\brequeueing job {job.number}_1\b", job.output(1))
     report = (out / "report" / "report.md").read_text()
     assert "aladdin" in report
     assert "ar-sgd" in report
@@ -165,6 +165,7 @@ def test_probe_script_measures_two_nodes(cluster: SlurmCluster) -> None:
         ("compare.sbatch", {"ALGORITHMS": "bsp asp"}, [], "--array=0-1"),
         ("probe.sbatch", {}, ["--nodes", 3], "--nodes: "),
         ("scaling.sbatch", {}, ["--epochs", 3], "--epochs: "),
+        ("scaling.sbatch", {"RESTARTS": "1"}, [], "RESTARTS: "),
     ],
 )
 def test_batch_script_rejects_invalid_settings(

@@ -68,7 +68,7 @@ def test_site_disables_gpu_support_of_cray_mpich(site: str) -> None:
 def test_site_is_in_cluster_guide(site: str) -> None:
     assert f"\n| `{site}` | " in (ROOT / "docs" / "cluster.md").read_text()
     text = (ROOT / "slurm" / "sites" / f"{site}.sh").read_text()
-    assert site == "generic" or "# Not tried " in text
+    assert site == "generic" or "# Not tested " in text
 
 
 def test_bind_script_binds_worker_to_cores_of_its_gpu(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_long_messages_go_in_pieces_over_tcp() -> None:
 
 
 @needs("openmpi")
-def test_what_the_user_chose_stays() -> None:
+def test_user_setting_is_kept() -> None:
     done = run_ranks(1, START, env={**SHOW, TCP_FLAGS: "send,put"})
     assert flags(done.stdout + done.stderr) == ["send", "put"]
 
@@ -140,7 +140,7 @@ def test_ranks_that_survive_failures_continue_together_after_a_run() -> None:
     assert done.stdout.count("continued") == 2, done
 
 
-def test_what_the_users_file_says_stays(tmp_path: Path) -> None:
+def test_setting_in_user_file_is_kept(tmp_path: Path) -> None:
     folder = tmp_path / ".openmpi"
     folder.mkdir()
     code = f"import os, aladdin_mpi.transport.mpi.library; print(os.environ.get('{TRANSPORTS}'))"

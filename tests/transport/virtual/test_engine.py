@@ -43,13 +43,13 @@ def test_ranks_meet_without_messages() -> None:
     assert run(3, main, lab(2)) == [([0, 1, 2, 0, 10, 20], 0.2, 0)] * 3
 
 
-def test_nobody_meets_where_ranks_die_or_pause() -> None:
+def test_ranks_do_not_meet_at_failures_or_pauses() -> None:
     assert all(run(2, lambda t: t.meets, lab(2)))
     for cluster in (lab(2, pauses=[(0, 0.01, 0.05)]), lab(2, failures={1: 100.0})):
         assert not any(run(2, lambda t: t.meets, cluster))
 
 
-def test_what_all_would_find_is_found_once() -> None:
+def test_result_common_to_all_ranks_is_computed_once() -> None:
     made = []
 
     def main(t: VirtualTransport) -> object:
@@ -295,7 +295,7 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def test_handler_runs_before_any_rank_goes_on_at_that_time() -> None:
+def test_handler_runs_before_any_rank_continues_at_that_time() -> None:
     def main(t: VirtualTransport) -> list[str]:
         log: list[str] = []
         t.on_message(1, 8, lambda source, _: log.append(f"from {source} at {t.now()}"))

@@ -37,7 +37,7 @@ def test_deadlock_names_every_rank_and_what_it_waits_for() -> None:
     assert "rank 3" not in text
 
 
-def test_deadlock_names_what_a_set_waits_for() -> None:
+def test_deadlock_names_operations_of_request_set() -> None:
     def main(t: VirtualTransport) -> None:
         if t.rank == 0:
             awaited = t.wait_set()
@@ -49,7 +49,7 @@ def test_deadlock_names_what_a_set_waits_for() -> None:
         run(2, main)
 
 
-def test_a_set_raises_the_death_of_a_peer_in_its_turn() -> None:
+def test_request_set_raises_failure_of_peer_in_order() -> None:
     def main(t: VirtualTransport) -> list[object]:
         if t.rank:
             t.wait(t.isend(torch.ones(1), 0, 0))
@@ -160,7 +160,7 @@ def inside(context: Callable[[VirtualTransport], Any]) -> Main:
         (backward, "sleep inside a backward pass"),
     ],
 )
-def test_no_switch_inside_what_all_ranks_share(main: Main, text: str) -> None:
+def test_no_switch_inside_shared_computation(main: Main, text: str) -> None:
     with pytest.raises(TransportError, match=f"rank 0: {text}"):
         run(1, main)
 
@@ -205,7 +205,7 @@ def outcome(t: VirtualTransport, request: Request) -> str:
     return f"done at {t.now():g}"
 
 
-def test_death_ends_what_names_the_dead_and_spares_the_rest() -> None:
+def test_failure_ends_operations_with_failed_rank_only() -> None:
     def main(t: VirtualTransport) -> list[str]:
         if t.rank == 1:
             t.isend(torch.full((4,), 8.0), 0, 0)
@@ -246,7 +246,7 @@ def test_death_ends_what_names_the_dead_and_spares_the_rest() -> None:
     assert results[0][-1] == "done at 3.00011"
 
 
-def test_death_in_the_middle_of_a_collective() -> None:
+def test_failure_during_collective_fails_it() -> None:
     def main(t: VirtualTransport) -> list[str]:
         requests = [t.ibroadcast(meta(100 * QUANTUM), 0), t.iallreduce(torch.ones(1_000_000))]
         log = [outcome(t, request) for request in requests]
@@ -257,7 +257,7 @@ def test_death_in_the_middle_of_a_collective() -> None:
     assert results == [["failed at 0.001"] * 2, None]
 
 
-def test_message_cut_by_death_vanishes_and_frees_the_link() -> None:
+def test_message_cut_by_failure_vanishes_and_frees_link() -> None:
     """Rank 1 dies in the middle of its message; rank 3, beside it, has the link to itself."""
 
     def main(t: VirtualTransport) -> tuple[str, float]:
@@ -302,7 +302,7 @@ def test_killing_a_rank_unwinds_its_nested_greenlets() -> None:
     assert sorted(unwound) == ["inner", "outer"]
 
 
-def test_death_of_a_finished_rank_changes_nothing() -> None:
+def test_failure_of_finished_rank_changes_nothing() -> None:
     def main(t: VirtualTransport) -> frozenset[int]:
         if t.rank == 0:
             t.sleep(2.0)
@@ -311,7 +311,7 @@ def test_death_of_a_finished_rank_changes_nothing() -> None:
     assert run(2, main, lab(2, failures={1: 1.0})) == [frozenset(), frozenset()]
 
 
-def test_deaths_that_are_past_where_a_run_goes_on_are_over() -> None:
+def test_failures_before_resume_point_are_ignored() -> None:
     """All ranks take part again, as over MPI; a later death is still to come."""
     cluster = lab(3, failures={1: 1.0, 2: 5.05})
 
@@ -323,7 +323,7 @@ def test_deaths_that_are_past_where_a_run_goes_on_are_over() -> None:
     assert found == [frozenset({2}), frozenset({2}), None]
 
 
-def test_death_does_not_depend_on_cooperation() -> None:
+def test_failure_does_not_depend_on_cooperation() -> None:
     """A rank that catches everything is dead all the same."""
 
     def main(t: VirtualTransport) -> str:
@@ -351,7 +351,7 @@ def test_pause_stops_computing_and_collectives() -> None:
     assert all(2.5 < end < 2.501 for _, end in results)
 
 
-def test_send_whose_event_comes_after_the_death_of_its_dest() -> None:
+def test_send_whose_event_follows_failure_of_destination() -> None:
     class Noon:
         def __init__(self, t: VirtualTransport) -> None:
             self.t = t
@@ -368,7 +368,7 @@ def test_send_whose_event_comes_after_the_death_of_its_dest() -> None:
     assert run(2, main, lab(2, failures={1: 2.0})) == ["done at 1.5", None]
 
 
-def test_server_goes_on_without_a_dead_worker() -> None:
+def test_server_continues_without_failed_worker() -> None:
     rounds, size = 5, 5
 
     def main(t: VirtualTransport) -> list[int]:
@@ -397,7 +397,7 @@ def test_server_goes_on_without_a_dead_worker() -> None:
         assert run(size, main, lab(2, failures={3: 2.5}), seed)[0] == [0, 5, 5, 2, 5]
 
 
-def test_close_cancels_what_is_posted() -> None:
+def test_close_cancels_posted_operations() -> None:
     def main(t: VirtualTransport) -> bool:
         buffer = torch.zeros(1)
         request = t.irecv(buffer, 1 - t.rank, 0)
@@ -425,7 +425,7 @@ def test_a_rank_that_pauses_for_too_long_is_excluded() -> None:
     assert met == [(1, 5.0), (1, 5.0)]
 
 
-def test_without_a_limit_nobody_is_excluded() -> None:
+def test_no_rank_is_excluded_without_limit() -> None:
     def main(t: VirtualTransport) -> tuple[bool, frozenset[int]]:
         t.sleep(20.0)
         return t.survives, t.excluded

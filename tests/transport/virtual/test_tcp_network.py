@@ -62,7 +62,7 @@ def test_a_message_alone_takes_what_it_does_on_an_even_network(
         assert ends(lab(2), 4, sends, seed) == [pytest.approx(even, rel=1e-6)]
 
 
-def test_messages_that_wait_together_end_together_and_later_ones_behind_them() -> None:
+def test_waiting_messages_end_together_and_later_ones_after_them() -> None:
     first = [(0.0, 0, 1, LONG)]
     together = [(1e-4 * turn, 0, 1, LONG) for turn in (1, 2, 3)]
     later = [(SECONDS * 1.5, 0, 1, LONG)]
@@ -95,7 +95,7 @@ def test_flows_share_a_link_unevenly_and_fill_it_all_the_same() -> None:
         assert max(firsts) - min(firsts) > 0.1
 
 
-def test_who_meets_a_full_link_leaves_his_own_to_others() -> None:
+def test_message_blocked_at_full_link_frees_its_own_link() -> None:
     """Ranks 1 to 3 fill host 0's link in; rank 1's message to host 4 hardly waits for that."""
     crowd_in = [(0.0, rank, 0, 4 * LONG) for rank in (1, 2, 3)]
     own = (1e-3, 1, 4, LONG)

@@ -80,7 +80,7 @@ def test_an_error_is_raised_where_the_rank_sleeps() -> None:
     assert sorted(seen) == [(3.0, 0, (0,)), (3.0, 1, (1,))]
 
 
-def test_an_error_that_nobody_catches_names_the_rank() -> None:
+def test_uncaught_error_names_rank() -> None:
     def main(transport: VirtualTransport) -> None:
         def fail(index: int) -> None:
             assert transport.rank != 1, "on purpose"
@@ -93,7 +93,7 @@ def test_an_error_that_nobody_catches_names_the_rank() -> None:
     assert "raised by rank 1" in caught.value.__notes__
 
 
-def test_a_rank_that_dies_in_a_call_is_unwound() -> None:
+def test_rank_failing_in_call_is_unwound() -> None:
     left = []
 
     def main(transport: VirtualTransport) -> None:
@@ -164,7 +164,7 @@ def test_nothing_else_changes_where_idle_calls_are_left_out(
     assert all_calls == 3 * 4 * len(MANY) and few < all_calls
 
 
-def test_who_waits_for_nothing_is_not_called_at_all() -> None:
+def test_idle_rank_is_not_called() -> None:
     calls: list[int] = []
 
     def main(transport: VirtualTransport) -> None:
@@ -175,7 +175,7 @@ def test_who_waits_for_nothing_is_not_called_at_all() -> None:
     assert not calls
 
 
-def test_a_call_that_lasts_beyond_the_last_moment_ends_what_comes_after_it() -> None:
+def test_call_beyond_last_moment_ends_later_operations() -> None:
     """Rank 1 takes the message at 3 s, so that rank 0 has nothing to do before, then again."""
 
     def main(transport: VirtualTransport) -> None:
@@ -201,7 +201,7 @@ def test_a_call_that_lasts_beyond_the_last_moment_ends_what_comes_after_it() -> 
     VirtualCluster(2, Cluster()).run(main)
 
 
-def test_an_error_of_who_says_what_is_idle_names_the_rank() -> None:
+def test_error_in_idle_report_names_rank() -> None:
     def main(transport: VirtualTransport) -> None:
         def fail() -> Sequence[Request] | None:
             raise KeyError("on purpose")
