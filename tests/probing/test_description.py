@@ -119,7 +119,7 @@ def test_description_examples_are_understood() -> None:
 )
 def test_unknown_description_part_is_named_with_examples(text: str, part: str) -> None:
     error = complaint("--describe", text)
-    assert error.startswith("--describe: ") and f"got {part!r}," in error
+    assert error.startswith("--describe: ") and f"got {part!r};" in error
     assert "one node 3x slower" in error
 
 
@@ -137,7 +137,7 @@ def test_unknown_description_part_is_named_with_examples(text: str, part: str) -
         (["--describe", "2 nodes, GPU 4 3x slower"], r"--describe: .*workers from 0 to 1.*\b4\b"),
         (["--nodes", 2, "--links", "2=1"], r"--links: .*hosts from 0 to 1.*\b2\b"),
         (["--nodes", 2, "--slowdown", "0=0.5"], r"--slowdown: .*\b0\.5\b"),
-        (["--nodes", 2, "--model", "mlp"], "--model: "),
+        (["--nodes", 2, "--model", "mlp"], "--model "),
         (["--node", 2], "--node: .*--nodes"),
     ],
 )

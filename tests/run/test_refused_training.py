@@ -69,7 +69,7 @@ def test_worker_with_only_refused_gradients_ends_the_run(
     plan = [*PLAN, "--epochs", 4, "--run-dir", tmp_path / "run", "--checkpoint-every", 300]
     with pytest.raises(UserError, match=r"worker \d \(rank \d, .* 20 gradients.* --lr\b"):
         start(*plan)
-    check_names(capsys.readouterr().err, "no checkpoint", "900 samples")
+    check_names(capsys.readouterr().err, "skipped", "900 samples")
     assert checkpoint_part(tmp_path / "run", 0)["drawn"] == 600
     monkeypatch.setattr(Net, "spoilt", range(0))
     assert start("--resume", tmp_path / "run")["test_accuracy"] > 0.6

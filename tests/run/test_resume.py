@@ -279,7 +279,7 @@ def test_simulation_reports_failure_that_leaves_too_few_ranks(tmp_path: Path) ->
 
 def test_resume_refuses_options_that_cannot_change(simulated: Path) -> None:
     line = refusal(simulate(None, "--resume", simulated, "--lr", 1, check=False))
-    check_names(line, "--lr:", "--resume", "--epochs")
+    check_names(line, "--lr ", "--resume", "--epochs")
 
 
 def test_training_refuses_to_resume_a_simulation(simulated: Path) -> None:

@@ -154,7 +154,7 @@ def test_job_ends_with_resume_advice_if_it_cannot_continue(
 def test_spares_option_requires_an_mpi_with_ulfm(tmp_path: Path) -> None:
     completed = train(4, tmp_path / "run", "--spares", 1, check=False)
     assert completed.returncode == 2
-    check_names(refusal(completed), "--spares:", "MPI")
+    check_names(refusal(completed), "--spares requires", "MPI")
 
 
 def test_spare_ranks_exit_with_the_job(tmp_path: Path) -> None:
