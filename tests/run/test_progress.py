@@ -219,7 +219,7 @@ def test_simulation_shows_progress_in_200_columns_until_ctrl_c(tmp_path: Path) -
 
     with turn():
         seen = run_on_terminal(command, 200, environment("openmpi", {}), ROOT, 100, type_when)
-    assert seen.lines[0] == "aladdin_mpi: starting, in virtual time"
+    assert seen.lines[0] == "aladdin_mpi: starting the simulation"
     last = re.split(r" {2,}", seen.redrawn(200)[-1].strip())
     shape = (
         r"\d+ %( [#\d]+)?",
