@@ -95,7 +95,7 @@ class UserMetrics(RunHook):
         if "own" in state:  # not in those of older runs
             self.means.load_state_dict(state["own"])
 
-    def tell(self, figures: Mapping[str, float], is_late: bool) -> None:
+    def send(self, figures: Mapping[str, float], is_late: bool) -> None:
         """Send them; or keep them to be gathered, if training is over and no message is received.
 
         Raises:

@@ -51,7 +51,7 @@ from aladdin_mpi.probing.steps import (
 from aladdin_mpi.process import console
 from aladdin_mpi.process.console import percent
 from aladdin_mpi.run.job import choose_device
-from aladdin_mpi.run.placement import tell_placement
+from aladdin_mpi.run.placement import print_placement
 from aladdin_mpi.transport.base import Transport
 
 STEPS, NETWORK, INSIDE, MEMORY = 0.35, 0.4, 0.15, 0.03
@@ -393,7 +393,7 @@ def measure_cluster(options: ProbeOptions, transport: Transport, cores: int) -> 
     """
     task = all_or_none(transport, lambda: _prepare(options, transport))
     was_chosen = options.device != "auto"
-    tell_placement(transport, task.device, 0, quiet=True, was_chosen=was_chosen)
+    print_placement(transport, task.device, 0, quiet=True, was_chosen=was_chosen)
     steps = partial(time_steps, transport, task)
     try:
         found = measure(transport, steps, options.seconds, cores)

@@ -150,8 +150,8 @@ def test_figures_logged_after_training_are_not_sent_as_messages() -> None:
     """No rank would wait for messages then, so these figures are gathered."""
     transport = Mock(rank=1)
     figures = UserMetrics(transport)
-    figures.tell({"validation": 1.0}, is_late=False)
-    figures.tell({"validation": 2.0}, is_late=True)
+    figures.send({"validation": 1.0}, is_late=False)
+    figures.send({"validation": 2.0}, is_late=True)
     assert transport.isend.call_count == 1
     assert figures.late == [{"validation": 2.0}]
 
