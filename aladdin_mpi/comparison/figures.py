@@ -6,7 +6,7 @@ import csv
 import io
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -214,21 +214,22 @@ def _cell(found: Spread | None, key: str, runs: int, sign: str) -> str:
     return text if found.n == runs else f"{text} ({found.n} of {runs})"
 
 
-def plain(table: Sequence[Sequence[str]], names: int = 1) -> str:
-    """Lines of a terminal: column ``names`` to the left, figures to the right."""
+def plain(table: Sequence[Sequence[str]], left: Collection[int] = (1,)) -> str:
+    """Return a plain-text table: columns ``left`` aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if place == names else cell.rjust(width)
+            cell.ljust(width) if place in left else cell.rjust(width)
             for place, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in table
     )
 
 
-def markdown(table: Sequence[Sequence[str]]) -> str:
-    """The same for Markdown."""
-    lines = [table[0], ["---:", "---", *["---:"] * (len(table[0]) - 2)], *table[1:]]
+def markdown(table: Sequence[Sequence[str]], left: Collection[int] = (1,)) -> str:
+    """Return a Markdown table: columns ``left`` aligned left, the others right."""
+    rule = ["---" if place in left else "---:" for place in range(len(table[0]))]
+    lines = [table[0], rule, *table[1:]]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not folders:
             raise UserError("scaling: expected the folders of finished runs, got none")
-        print(plain(table([read_figures(folder, folder.name) for folder in folders]), names=0))
+        print(plain(table([read_figures(folder, folder.name) for folder in folders]), left=(0,)))
     except UserError as error:
         print(f"aladdin_mpi: error: {error}", file=sys.stderr)
         return 2
