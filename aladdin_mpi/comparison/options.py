@@ -1,4 +1,4 @@
-"""The options of a comparison, and the command line they share with those of its runs."""
+"""The options of a comparison, and its command line, which includes the options of runs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from aladdin_mpi.options.run import RunOptions, SimulateOptions, TrainOptions
 
 PROG = "aladdin_mpi.compare"
 DESCRIPTION = (
-    "Compare algorithms with the same model, data, seeds, number of workers and budget: over MPI, "
-    "or in virtual time. Everything behind -- goes to each run, with the options of "
-    "aladdin_mpi.train or aladdin_mpi.simulate. The same command goes on with a comparison that "
-    "was stopped. Example: python -m aladdin_mpi.compare --algorithms all --seeds 0 1 2 "
-    "--workers 8 --target-accuracy 0.9 --out comparisons/digits -- --dataset digits --epochs 10"
+    "Compare algorithms with the same model, data, seeds, number of workers and sample budget, "
+    "over MPI or in simulations. Options after -- are passed to each run of aladdin_mpi.train or "
+    "aladdin_mpi.simulate. Rerun the same command to resume a stopped comparison. Example: "
+    "python -m aladdin_mpi.compare --algorithms all --seeds 0 1 2 --workers 8 "
+    "--target-accuracy 0.9 --out comparisons/digits -- --dataset digits --epochs 10"
 )
 SEPARATOR = "--"
 ALL = "all"
-READ_BESIDE = frozenset({"read", "out", "target_accuracy", "baseline"})
-"""What may be given beside ``--read``."""
+READ_WITH = frozenset({"read", "out", "target_accuracy", "baseline"})
+"""Options that can be combined with ``--read``."""
 
 SET_HERE = {
     "algorithm": "give --algorithms in front of --",
@@ -38,11 +38,11 @@ SET_HERE = {
     "overwrite": "finished runs are kept, and a new --out begins anew",
     "resume": "the same command resumes what has not finished",
 }
-"""Options of a run that the comparison sets, and what to do instead."""
+"""Options of a run that the comparison sets, and the alternative."""
 
 
 def set_here(instead: str) -> str:
-    """Say that an option of the runs is not the user's to give."""
+    """Return the error text for an option that the comparison sets."""
     return f"the comparison sets this for each run; leave it out: {instead}"
 
 
@@ -50,7 +50,7 @@ _option = partial(option, group="comparison")
 
 
 def _texts(description: str, unit: str) -> Any:
-    """A list of texts that may hold commas."""
+    """Return a field for a list of texts that may contain commas."""
     more: JsonDict = {"unit": unit, "group": "comparison", "whole": True}
     return Field((), description=description, json_schema_extra=more)
 
@@ -65,23 +65,23 @@ class CompareOptions(BaseModel):
     )
     algorithms: tuple[str, ...] = _option(
         (),
-        "names of algorithms, apart by spaces or commas; all: every one there is",
+        "algorithms, separated by spaces or commas, or all",
         unit="NAME",
         default_text="all, unless --variants are given",
     )
     variants: tuple[str, ...] = _texts(
-        "further ones to compare: a label and an algorithm with options of its own, each in "
-        'quotes, such as "pi1=aladdin --aladdin-pi 1"',
+        "variants to compare: a label and an algorithm with options, each in quotes, such as "
+        '"pi1=aladdin --aladdin-pi 1"',
         "LABEL=ALGORITHM-AND-OPTIONS",
     )
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = _option(
-        (0,), "seeds; each algorithm is run once with each", unit="SEED"
+        (0,), "random seeds; each algorithm runs once per seed", unit="SEED"
     )
-    workers: int = _option(4, "workers of each run; servers come on top", unit="RANKS", ge=1)
+    workers: int = _option(4, "number of workers per run, without servers", unit="RANKS", ge=1)
     target_accuracy: float | None = _option(
         None,
-        "also report the time to this test accuracy, from 0 to 1: that of the first evaluation "
-        "at or above it",
+        "also report the time to this test accuracy, from 0 to 1, by the first evaluation at or "
+        "above it",
         unit="ACCURACY",
         gt=0,
         le=1,
@@ -90,17 +90,17 @@ class CompareOptions(BaseModel):
         None,
         "folder for the runs and the report",
         unit="FOLDER",
-        default_text="comparisons/ENGINE-MODEL-DATASET; with --read, none is written",
+        default_text="comparisons/ENGINE-MODEL-DATASET, or none with --read",
     )
-    jobs: int = _option(1, "runs side by side, in virtual time", unit="RUNS", ge=1)
+    jobs: int = _option(1, "number of simultaneous simulations", unit="RUNS", ge=1)
     mpirun: str = _option(
         "mpirun -np {ranks}", "command that starts the ranks of a run over MPI", unit="COMMAND"
     )
     baseline: float | None = _option(
         None,
-        "throughput of one worker alone, which speed-ups are related to",
+        "throughput of one worker alone, the baseline of speedups",
         unit="SAMPLES/S",
-        default_text="calculated in virtual time or with timed computing, else measured",
+        default_text="calculated for simulations and timed computing, otherwise measured",
         gt=0,
     )
     baseline_steps: int = _option(
@@ -147,23 +147,23 @@ class CompareOptions(BaseModel):
 
 @dataclass(frozen=True)
 class ComparisonRequest:
-    """What was asked for."""
+    """A request to the command."""
 
     options: CompareOptions
     shared: tuple[str, ...]
-    """What stands behind ``--``: words of every run's command line."""
+    """Options after ``--``, for the command line of every run."""
     words: tuple[str, ...]
-    """The whole command line, without the program's name."""
+    """The full command line without the program's name."""
 
 
 def read_request(argv: Sequence[str] | None) -> ComparisonRequest:
-    """Return what a command line asks for; the words behind ``--`` are not yet checked.
+    """Read a command line; options after ``--`` are not checked yet.
 
-    ``argv`` is the command line without the program's name; ``None`` takes the
-    process's own. ``--help`` and ``--version`` print and raise ``SystemExit(0)``.
+    ``argv`` is the command line without the program's name; None stands for that of the process.
+    ``--help`` and ``--version`` print and raise ``SystemExit(0)``.
 
     Raises:
-        UserError: an option is unknown, its value bad, or it stands on the wrong side.
+        UserError: an unknown option, an invalid value, or an option on the wrong side of ``--``.
     """
     words = tuple(sys.argv[1:] if argv is None else argv)
     split = words.index(SEPARATOR) if SEPARATOR in words else len(words)
@@ -172,10 +172,10 @@ def read_request(argv: Sequence[str] | None) -> ComparisonRequest:
     given = reader.read(CompareOptions, own, PROG, DESCRIPTION)
     options = build(CompareOptions, given)
     if options.read:
-        others = [s.origin for path, s in given.items() if path[0] not in READ_BESIDE]
+        others = [s.origin for path, s in given.items() if path[0] not in READ_WITH]
         others += [SEPARATOR] if shared else []
         if others:
-            allowed = ", ".join(f"--{kebab(name)}" for name in sorted(READ_BESIDE - {"read"}))
+            allowed = ", ".join(f"--{kebab(name)}" for name in sorted(READ_WITH - {"read"}))
             raise UserError(
                 f"{', '.join(others)}: cannot be given together with --read, which runs nothing; "
                 f"leave it out. Beside --read are possible: {allowed}"
@@ -186,7 +186,7 @@ def read_request(argv: Sequence[str] | None) -> ComparisonRequest:
 
 
 def read_run_words(options: CompareOptions, words: Sequence[str]) -> Settings:
-    """Return what words of a run's command line say, with ``--help`` as of any command.
+    """Return the settings in a run's command line; ``--help`` prints and exits.
 
     Raises:
         UserError: an option is unknown, or a file cannot be read.
@@ -196,7 +196,7 @@ def read_run_words(options: CompareOptions, words: Sequence[str]) -> Settings:
 
 
 def _check_sides(own: Sequence[str], shared: Sequence[str]) -> None:
-    """Refuse options of the runs in front of ``--``, and those of the comparison behind it."""
+    """Refuse options of the runs before ``--``, and those of the comparison after it."""
     here = {leaf.flag for leaf in leaves(CompareOptions).values()}
     runs = {
         leaf.flag for model in (SimulateOptions, TrainOptions) for leaf in leaves(model).values()

@@ -215,7 +215,7 @@ def test_simulation_shows_progress_in_200_columns_until_ctrl_c(tmp_path: Path) -
     command += ["--eval-every", "0.5", "--failures", "2=4", "--run-dir", str(tmp_path / "run")]
 
     def type_when(text: str) -> bytes | None:
-        return CTRL_C if "3 of 4 workers alive" in text and "accuracy" in text else None
+        return CTRL_C if "3 of 4 workers surviving" in text and "accuracy" in text else None
 
     with turn():
         seen = run_on_terminal(command, 200, environment("openmpi", {}), ROOT, 100, type_when)
@@ -229,7 +229,7 @@ def test_simulation_shows_progress_in_200_columns_until_ctrl_c(tmp_path: Path) -
         r"staleness [\d.e-]+",
         r"wire [\d.]+ bits",
         *(rf"{name} [\d.e-]+" for name in ("pi", "epoch")),
-        "3 of 4 workers alive",
+        "3 of 4 workers surviving",
         r"[\d:]+ (s|min|h) left",
     )
     assert len(last) == len(shape), last
