@@ -1,4 +1,4 @@
-"""The options of the probe: what is described, or how it is measured."""
+"""The options of the probe, for described and for measured clusters."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from aladdin_mpi.probing.description import EXAMPLE, described
 
 PROG = "aladdin_mpi.probe"
 ABOUT = (
-    "Write a file that describes a cluster to aladdin_mpi.simulate --cluster: its hosts, its "
-    "network, and how long a step takes. Either from what you say of it, without MPI, or measured "
-    "on the cluster itself: mpirun -np N python -m aladdin_mpi.probe --model NAME --batch-size N."
+    "Write a cluster file for aladdin_mpi.simulate --cluster, with hosts, network and step time. "
+    "Describe the cluster (without MPI), or measure it on the cluster itself: "
+    "mpirun -np N python -m aladdin_mpi.probe --model NAME --batch-size N."
 )
 OUTPUT, DESCRIPTION, MEASURING = "output", "a description, without MPI", "measuring, under mpirun"
 _output = partial(option, group=OUTPUT)
@@ -33,48 +33,48 @@ Gbit = Annotated[float, Field(gt=0, le=FASTEST_GBIT)]
 
 
 class ProbeOptions(BaseModel):
-    """What the probe is asked."""
+    """The command's options."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     # -- output
-    out: Path = _output(Path("cluster.toml"), "the file to write", unit="FILE")
-    overwrite: bool = _output(False, "replace the file if it is there")
+    out: Path = _output(Path("cluster.toml"), "output file", unit="FILE")
+    overwrite: bool = _output(False, "overwrite an existing file")
 
     # -- description
     describe: str | None = _described(
-        None, f'the cluster in words, such as "{EXAMPLE}, one node 3x slower"', unit="TEXT"
+        None, f'description in words, such as "{EXAMPLE}, one node 3x slower"', unit="TEXT"
     )
-    nodes: int | None = _described(None, "hosts of the cluster", unit="HOSTS", ge=1, le=MOST_HOSTS)
+    nodes: int | None = _described(None, "number of hosts", unit="HOSTS", ge=1, le=MOST_HOSTS)
     gpus_per_node: int | None = _described(
         None,
-        "workers on each host",
+        "number of workers per host",
         unit="WORKERS",
-        default_text="1, where a cluster is described",
+        default_text="1 for a described cluster",
         ge=1,
         le=MOST_HOSTS,
     )
     bandwidth_gbit: float | None = _described(
-        None, "each host's link, each way", unit="GBIT/S", gt=0, le=FASTEST_GBIT
+        None, "bandwidth of a host's link, each way", unit="GBIT/S", gt=0, le=FASTEST_GBIT
     )
     links: dict[Host, Gbit] = _described(
-        {}, "hosts, counted from 0, whose link has another rate", unit="HOST=GBIT/S"
+        {}, "bandwidth of single hosts' links, counted from 0", unit="HOST=GBIT/S"
     )
     latency_us: float | None = _described(
-        None, "between two hosts", unit="MICROSECONDS", ge=0, le=LONGEST_US
+        None, "latency between two hosts", unit="MICROSECONDS", ge=0, le=LONGEST_US
     )
     local_bandwidth_gbit: float | None = _described(
-        None, "of the path inside a host", unit="GBIT/S", gt=0, le=FASTEST_GBIT
+        None, "bandwidth inside a host", unit="GBIT/S", gt=0, le=FASTEST_GBIT
     )
     local_latency_us: float | None = _described(
-        None, "inside a host", unit="MICROSECONDS", ge=0, le=LONGEST_US
+        None, "latency inside a host", unit="MICROSECONDS", ge=0, le=LONGEST_US
     )
     memory_gbyte: float | None = _described(
         None, "memory bandwidth of one process", unit="GBYTE/S", gt=0, le=FASTEST_GBYTE
     )
     step_seconds: float | None = _described(
         None,
-        "time of a step of a worker that is not slowed down",
+        "time of a step of a worker without slowdown",
         unit="SECONDS",
         gt=0,
         le=LONGEST_STEP,
@@ -83,32 +83,32 @@ class ProbeOptions(BaseModel):
         None, "relative standard deviation of the time of a step", unit="FRACTION", ge=0, le=10
     )
     slowdown: dict[Worker, Factor] = _described(
-        {}, "workers, counted from 0, that are slower by a factor", unit="WORKER=FACTOR"
+        {}, "slowdown factors of workers, counted from 0", unit="WORKER=FACTOR"
     )
     node_slowdown: dict[Host, Factor] = _described(
-        {}, "hosts, counted from 0, all workers of which are slower by a factor", unit="HOST=FACTOR"
+        {}, "slowdown factors of all workers of a host, counted from 0", unit="HOST=FACTOR"
     )
 
     # -- measuring
     model: str = _measured(
         "digits",
-        "model whose steps are timed, as for aladdin_mpi.train: a name, or package.module:function",
+        "model to time, as for aladdin_mpi.train: a name, or package.module:function",
     )
     dataset: str = _measured(
         "digits",
-        "data set whose shape the model's input has, such as cifar10, imagenet or "
-        "synthetic:3x32x32:10:10000; its values are drawn",
+        "dataset with the shape of the model's input, such as cifar10, imagenet or "
+        "synthetic:3x32x32:10:10000; the values are random",
     )
-    batch_size: int = _measured(32, "batch of one worker's step", unit="SAMPLES", ge=1)
+    batch_size: int = _measured(32, "batch size of one worker", unit="SAMPLES", ge=1)
     image_size: int | None = _measured(
-        None, "side of the images", unit="PIXELS", default_text="that of the data set", ge=1
+        None, "image size (side)", unit="PIXELS", default_text="that of the dataset", ge=1
     )
-    precision: Precision = _measured("fp32", "of the forward and backward pass")
+    precision: Precision = _measured("fp32", "precision of the forward and backward pass")
     device: Literal["auto", "cpu", "gpu", "cuda", "xpu"] = _measured(
-        "auto", "where workers compute"
+        "auto", "device of the workers"
     )
     seconds: float = _measured(
-        60.0, "how long it may take, beside its start", unit="SECONDS", ge=1, le=3600
+        60.0, "time budget, without the start", unit="SECONDS", ge=1, le=3600
     )
 
     @model_validator(mode="after")
@@ -129,10 +129,10 @@ class ProbeOptions(BaseModel):
 
 
 def read(argv: Sequence[str] | None) -> tuple[ProbeOptions, bool]:
-    """What was typed, and whether a cluster is described; ``--help`` prints and exits.
+    """Return the options, and whether they describe a cluster; ``--help`` prints and exits.
 
     Raises:
-        UserError: an option is unknown or its value bad, or a description is not understood.
+        UserError: an unknown option, an invalid value, or a description that is not understood.
     """
     given = reader.read(ProbeOptions, argv, PROG, ABOUT)
     describes = bool(_of_group(DESCRIPTION, given))

@@ -103,7 +103,7 @@ def test_compare_computes_means_and_spreads_of_read_runs(
     printed = capsys.readouterr().out
     assert re.search(r"2  aladdin, pi 4 +3  0\.6000 \+- 0\.3000", printed)
     assert "6.000 +- 0.000 (2 of 3)" in printed
-    assert re.search(r"\bsame seeds\b", printed)
+    assert re.search(r"\bseeds differ\b", printed)
     assert "25.0" in printed
 
 
