@@ -243,12 +243,7 @@ class Accelerator:
 
 
 class PreparedLoader:
-    """A DataLoader that yields one epoch of the run per iteration over it.
-
-    Args:
-        run: supplies the epochs.
-        loader: the training data.
-    """
+    """A DataLoader that yields one epoch of the run per iteration over it."""
 
     def __init__(self, run: DataParallel, loader: DataLoader[Any]) -> None:
         self.loader = loader

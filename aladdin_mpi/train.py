@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.run import RunRequest, TrainOptions, read_request, warnings
@@ -67,12 +68,10 @@ def _read(argv: Sequence[str] | None) -> RunRequest[TrainOptions] | UserError:
 
 def _limit(request: RunRequest[TrainOptions] | UserError) -> float:
     """Return the longest wait for another rank, in seconds, before the options are checked."""
-    if isinstance(request, UserError):
-        return REFUSED_SECONDS
-    try:
-        return float(request.setting("timeout"))
-    except (TypeError, ValueError):
-        return REFUSED_SECONDS  # the option will be refused
+    with suppress(TypeError, ValueError):  # an option that will be refused
+        if not isinstance(request, UserError):
+            return float(request.setting("timeout"))
+    return REFUSED_SECONDS
 
 
 if __name__ == "__main__":

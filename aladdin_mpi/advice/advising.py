@@ -23,7 +23,7 @@ SHOWN = 12
 """Rows of the table on a terminal."""
 
 
-WITHOUT_BOTTLENECK = "without bottleneck"
+RELIEF = "without bottleneck"
 SCALED = 3
 """Number of algorithms that are also timed with other numbers of workers."""
 
@@ -126,16 +126,14 @@ def _try_changes(
     assert best.timed is not None
     base = search.options(best.candidate, 1)
     limit = bottleneck.find(best.candidate, best.timed, on, base)
-    trials = {WITHOUT_BOTTLENECK: (best.candidate, request.on(limit.relief))}
-    if not limit.relief:
-        trials = {}
+    trials = {RELIEF: (best.candidate, request.on(limit.relief))} if limit.relief else {}
     notes = {}
     for change in request.changes:
         candidate, changed, notes[change.text] = _changed(change, best.candidate, request, base, on)
         trials[change.text] = candidate, changed
     rates = search.try_out(trials, growth=best.growth) if trials else {}
     tried = [(change, rates.get(change.text), notes[change.text]) for change in request.changes]
-    return limit, rates.get(WITHOUT_BOTTLENECK), tried
+    return limit, rates.get(RELIEF), tried
 
 
 def _changed(

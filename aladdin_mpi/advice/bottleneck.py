@@ -42,8 +42,8 @@ def classify(
     """Return the kind of a timed run's bottleneck, and a short label for a table."""
     if timed.rate * on.step >= REACHED * on.ideal * batch_size:
         return "computing", "computation"
-    if _is_saturated(timed):
-        return "links", f"network, {percent(timed.links[0].used)}"
+    if timed.load >= FULL:
+        return "links", f"network, {percent(timed.load)}"
     waits = ALGORITHMS[candidate.algorithm].lockstep or candidate.has_nodes
     if waits and max(on.slowdowns) > 1 + NOTED:
         return "slowest", "slowest worker"
@@ -62,13 +62,9 @@ def find(candidate: Candidate, timed: TimedRun, on: ClusterTraits, options: Any)
     if kind == "waiting":
         return _waiting(timed, options)
     text = f"computation; workers compute {percent(1 - timed.waiting)} of the time"
-    if _is_saturated(timed):  # by an algorithm that adapts its messages to the bandwidth
+    if timed.load >= FULL:  # by an algorithm that adapts its messages to the bandwidth
         text = f"computation, although the link of host {timed.links[0].host} has no headroom"
     return Bottleneck("computing", text, {}, "")
-
-
-def _is_saturated(timed: TimedRun) -> bool:
-    return bool(timed.links) and timed.links[0].used >= FULL
 
 
 def _links(links: Sequence[LinkUse], candidate: Candidate, options: Any) -> Bottleneck:
@@ -112,7 +108,7 @@ def _slowest(on: ClusterTraits) -> Bottleneck:
 def _waiting(timed: TimedRun, options: Any) -> Bottleneck:
     text = f"workers wait {percent(timed.waiting)} of the time for messages"
     if timed.links:
-        text += f", although no link is busy for more than {percent(timed.links[0].used)} of it"
+        text += f", although no link is busy for more than {percent(timed.load)} of it"
     relief: dict[str, Any] = {"cluster.bandwidth_gbit": 2 * options.cluster.bandwidth_gbit}
     if options.cluster.links:
         relief["cluster.links"] = {h: 2 * rate for h, rate in options.cluster.links.items()}

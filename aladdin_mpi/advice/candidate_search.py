@@ -110,9 +110,7 @@ class CandidateResult:
     def is_strained(self) -> bool:
         """Whether its links are saturated, or its workers wait for messages."""
         timed = self.timed
-        if timed is None:
-            return True
-        return timed.waiting > NOTED or (bool(timed.links) and timed.links[0].used >= FULL)
+        return timed is None or timed.waiting > NOTED or timed.load >= FULL
 
     @property
     def between(self) -> tuple[float, float]:

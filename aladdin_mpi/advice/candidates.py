@@ -156,11 +156,7 @@ def ground(request: AdviceRequest, megabytes: float) -> ClusterTraits:
 
 
 def names(requested: Sequence[str], workers: int) -> list[str]:
-    """Return the algorithms to try.
-
-    Raises:
-        UserError: a requested algorithm is unknown, or none supports so few workers.
-    """
+    """Return the algorithms to try; UserError if one is unknown, or none supports ``workers``."""
     known = [find_algorithm(name).name for name in requested] or [
         name for name in sorted(ALGORITHMS) if name not in NOT_ADVISED
     ]
@@ -240,8 +236,7 @@ class ReducedCluster:
     """A smaller cluster with a part of the hosts, which represents a larger one.
 
     Attributes:
-        request: on the smaller cluster.
-        ground: traits of the smaller cluster.
+        request: on the smaller cluster, whose traits are ``ground``.
         whole: traits of the larger cluster.
         stands_for: for each host of the larger cluster, the host that represents it.
     """

@@ -1,8 +1,7 @@
 """Sample efficiency of the algorithms, relative to synchronous SGD.
 
 Throughput times sample efficiency, the effective throughput, determines the time to an accuracy.
-The figures come from measured runs (``learned.toml``), by number of workers, or from a pilot run of
-the user's task.
+The figures come from measured runs (``learned.toml``) or from a pilot run of the user's task.
 """
 
 from __future__ import annotations

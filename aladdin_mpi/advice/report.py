@@ -234,10 +234,8 @@ def _comparison(advice: Advice) -> Iterator[str]:
         yield "Comparison: no other candidate was simulated in time; increase --seconds."
         return
     name, factor = other.candidate.describe(), best.score / other.score
-    goal = "time to an accuracy" if advice.weighs else "time per sample"
-    text = f"{goal.capitalize()}: shorter than with {name} by a factor of {factor:.2f}"
-    if abs(factor - 1) < TIE:
-        text = f"{goal.capitalize()}: equal to that of {name}"
+    ratio = "equal" if abs(factor - 1) < TIE else f"shorter by a factor of {factor:.2f}"
+    text = f"{'Time to an accuracy' if advice.weighs else 'Time'}, compared with {name}: {ratio}"
     if advice.weighs:
         text += f" (sample efficiency {best.share.value:.2f} against {other.share.value:.2f})"
         if not best.share.is_sure:
@@ -255,14 +253,16 @@ def rows(advice: Advice) -> list[list[str]]:
         if timed is None:
             continue
         low, high = entry.between
-        batch_size = advice.request.options.batch_size
+        _, limit = classify(
+            entry.candidate, timed, advice.ground, advice.request.options.batch_size
+        )
         line = [
             str(rank),
             entry.candidate.algorithm,
             entry.candidate.settings,
             f"{number(entry.rate)} ({number(low, 3)} to {number(high, 3)})",
             f"{advice.speed_up(entry.rate):.1f}",
-            classify(entry.candidate, timed, advice.ground, batch_size)[1],
+            limit,
         ]
         if advice.weighs:
             line += [_efficiency(entry.share), number(entry.score)]
@@ -304,10 +304,7 @@ def _notes(advice: Advice, most: int) -> Iterator[str]:
 
 def _notes_on_efficiency(advice: Advice) -> Iterator[str]:
     best = advice.best
-    origin = (
-        "measured with ResNet-20 on CIFAR-10. It may differ on your task; --pilot STEPS measures "
-        "it there"
-    )
+    origin = "measured with ResNet-20 on CIFAR-10. To measure it on your task, add --pilot STEPS"
     if advice.request.options.pilot:
         origin = f"measured in {advice.request.options.pilot} steps on your model and data"
     yield (

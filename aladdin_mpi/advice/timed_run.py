@@ -112,6 +112,11 @@ class TimedRun:
     busiest_bytes: float
     cost: float = 0.0
 
+    @property
+    def load(self) -> float:
+        """The load of the busiest link."""
+        return self.links[0].used if self.links else 0.0
+
 
 def run(options: dict[str, Any]) -> TimedRun | str:
     """Carry out a simulation with these options in this process.

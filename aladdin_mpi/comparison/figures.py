@@ -184,13 +184,7 @@ def keys_shown(rows: Sequence[TableRow]) -> list[str]:
 
 
 def make_cells(rows: Sequence[TableRow], target: float | None, sign: str) -> list[list[str]]:
-    """Return the cells of the table with headings, without empty columns.
-
-    Args:
-        rows: in their order.
-        target: the accuracy to which times were measured.
-        sign: separator of mean and standard deviation.
-    """
+    """Return cells with headings, without empty columns; ``sign`` precedes standard deviations."""
     keys = keys_shown(rows)
     headings = [HEADINGS[key].format(target or 0) for key in keys]
     table = [["", "algorithm", "runs", *headings]]

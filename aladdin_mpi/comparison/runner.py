@@ -39,13 +39,7 @@ _HAS_NO_CAUSE = re.compile(r"[\s\-=*]*|.*raised by rank \d+")
 
 
 class Child:
-    """A run's process and its log.
-
-    Args:
-        command: the program and its arguments.
-        log: the file to which its output is appended.
-        lock: a descriptor that the process inherits.
-    """
+    """A run's process, whose output is appended to ``log``, and which inherits ``lock``."""
 
     def __init__(self, command: Sequence[str], log: Path, lock: int) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)

@@ -22,11 +22,7 @@ MOST_OF_REASON = 300
 
 
 class SkipReports(RunHook):
-    """A hook that reports skipped images to rank 0, which names each once on stderr.
-
-    Args:
-        skipped: of this rank's dataset; None, on all ranks alike, if it skips no images.
-    """
+    """A hook that reports skipped images, if any, to rank 0, which names each once on stderr."""
 
     def __init__(self, transport: Transport, skipped: SkippedImages | None) -> None:
         self._transport = transport

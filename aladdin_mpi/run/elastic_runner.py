@@ -53,8 +53,7 @@ Assemble = Callable[[Transport, RunOptions, "Takeover | None", Sequence[RunHook]
 class ElasticityDriver:
     """Connects an elasticity machine to the transport among all ranks of the job.
 
-    Args:
-        patience: seconds after which a rank that does not join is excluded; 0: never.
+    A rank that does not join within ``patience`` seconds is excluded, unless that is 0.
     """
 
     def __init__(self, base: Transport, machine: ElasticityMachine, patience: float = 0.0) -> None:

@@ -24,12 +24,8 @@ Options = TypeVar("Options", bound=RunOptions)
 def with_bucket_size(transport: Transport, options: Options, device: torch.device) -> Options:
     """Return ``options`` with the bucket size for the devices of all ranks.
 
-    All ranks call it. Simulations keep the default, since their workers need not be this machine's.
-
-    Args:
-        transport: among all ranks.
-        options: of the run; a size set by the user has precedence.
-        device: this rank's.
+    All ranks call it. A size set by the user has precedence. Simulations keep the default, since
+    their workers need not be this machine's.
     """
     if transport.models_time or "bucket_mb" in options.model_fields_set:
         return options

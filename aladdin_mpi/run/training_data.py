@@ -61,7 +61,7 @@ class TrainingData:
             options.batch_size,
             worker.samples,
             options.loader_workers,
-            Start(options.loader_start_method, tells=index == 0),
+            Start(options.loader_start_method, warns=index == 0),
             ahead=not worker.transport.models_time,
             past=past,
         )

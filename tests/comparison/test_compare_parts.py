@@ -165,7 +165,7 @@ def test_compare_reports_coalesced_gradients_and_ideal(
     assert compare([*words, "--out", str(out)]) == 0
     printed = capsys.readouterr().out.splitlines()
     lines = [line.split() for line in printed if re.match(r"( |\d)", line)]
-    assert [line[-1] for line in lines] == ["%", "8.33", "0"]
+    assert [line[-1] for line in lines] == ["(%)", "8.33", "0"]
     aladdin, bsp = result(out)["rows"]
     assert aladdin["figures"]["coalesced_fraction"]["mean"] == 0.0833333333
     assert bsp["figures"]["coalesced_fraction"]["mean"] == 0.0
