@@ -81,7 +81,7 @@ class RunFigures:
     def __str__(self) -> str:
         accuracy, seconds = self.value("test_accuracy"), self.value("seconds")
         parts = [] if accuracy is None else [f"accuracy {accuracy:.4f}"]
-        parts += [f"{console.number(seconds)} s training time"] if seconds is not None else []
+        parts += [f"training time {console.number(seconds)} s"] if seconds is not None else []
         return ", ".join([*parts, console.throughput(self.value("samples_per_second") or 0.0)])
 
 

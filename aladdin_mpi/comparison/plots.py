@@ -67,12 +67,12 @@ def draw(
         return []
     # In the order of the command, so that colours do not depend on the results.
     styles = {label: style(n) for n, label in enumerate(dict.fromkeys(run.label for run in runs))}
-    looks = {row.label: styles[row.label] for row in rows}
+    styles = {row.label: styles[row.label] for row in rows}
     figures = {
-        ACCURACY_TIME: _accuracy(runs, looks, "training time (s)", _seconds, target),
-        ACCURACY_SAMPLES: _accuracy(runs, looks, "samples", _samples, target),
-        VARIANCE_SAMPLES: _variance(runs, looks),
-        THROUGHPUT: _throughput(rows, looks, ideals),
+        ACCURACY_TIME: _accuracy(runs, styles, "training time (s)", _seconds, target),
+        ACCURACY_SAMPLES: _accuracy(runs, styles, "samples", _samples, target),
+        VARIANCE_SAMPLES: _variance(runs, styles),
+        THROUGHPUT: _throughput(rows, styles, ideals),
     }
     drawn = {name: figure for name, figure in figures.items() if figure is not None}
     for name, figure in drawn.items():
@@ -94,12 +94,12 @@ def style(place: int) -> Style:
 
 def _accuracy(
     runs: Sequence[RunFigures],
-    looks: Mapping[str, Style],
+    styles: Mapping[str, Style],
     x_label: str,
     x: Value,
     target: float | None,
 ) -> Any:
-    curves = _curves(runs, looks, x, lambda evaluation: evaluation.accuracy)
+    curves = _curves(runs, styles, x, lambda evaluation: evaluation.accuracy)
     if not curves:
         return None
     ends = [curve.xs[-1] for curve in curves]
@@ -107,8 +107,8 @@ def _accuracy(
     return _figure(curves, x_label, "test accuracy", x_is_log=is_log, mark=target)
 
 
-def _variance(runs: Sequence[RunFigures], looks: Mapping[str, Style]) -> Any:
-    curves = _curves(runs, looks, _samples, lambda evaluation: evaluation.model_variance)
+def _variance(runs: Sequence[RunFigures], styles: Mapping[str, Style]) -> Any:
+    curves = _curves(runs, styles, _samples, lambda evaluation: evaluation.model_variance)
     if not any(any(curve.ys) for curve in curves):
         return None
     return _figure(curves, "samples", "relative variance among workers' models", y_is_log=True)
@@ -145,7 +145,7 @@ SMALL = 8
 
 
 def _throughput(
-    rows: Sequence[TableRow], looks: Mapping[str, Style], ideals: Mapping[str, float]
+    rows: Sequence[TableRow], styles: Mapping[str, Style], ideals: Mapping[str, float]
 ) -> Any:
     """Return a bar chart with standard deviations, the highest on top; None without data."""
     known = [row for row in rows if row.figures["samples_per_second"] is not None]
@@ -154,7 +154,7 @@ def _throughput(
     ranked = sorted(known, key=lambda row: row.mean("samples_per_second") or 0.0)
     figure = _empty_figure(8.5, 1.5 + 0.34 * len(ranked))
     axis = figure.add_subplot()
-    ends = [_bar(axis, place, row, looks[row.label]["color"]) for place, row in enumerate(ranked)]
+    ends = [_bar(axis, place, row, styles[row.label]["color"]) for place, row in enumerate(ranked)]
     marks = {place: ideals[row.label] for place, row in enumerate(ranked) if row.label in ideals}
     for place, ideal in marks.items():
         axis.vlines(ideal, place - 0.5, place + 0.5, color=GREY, lw=1.4, ls=(0, (4, 2)))
@@ -205,18 +205,18 @@ class PlottedCurve:
     """The curve of a label: that of its only run, or the mean of the runs in ``singles``."""
 
     label: str
-    look: Style
+    style: Style
     xs: Sequence[float]
     ys: Sequence[float]
     singles: Sequence[Line] = ()
 
 
 def _curves(
-    runs: Sequence[RunFigures], looks: Mapping[str, Style], x: Value, y: Value
+    runs: Sequence[RunFigures], styles: Mapping[str, Style], x: Value, y: Value
 ) -> list[PlottedCurve]:
     """Return a curve for each label whose runs have both values."""
     curves = []
-    for label, look in looks.items():
+    for label, style in styles.items():
         lines = []
         for run in runs:
             pairs = [(x(each), y(each)) for each in run.evaluations if run.label == label]
@@ -224,19 +224,19 @@ def _curves(
             if known:
                 lines.append(([a for a, _ in known], [b for _, b in known]))
         if lines:
-            curves.append(_mean_curve(label, look, lines))
+            curves.append(_mean_curve(label, style, lines))
     return curves
 
 
-def _mean_curve(label: str, look: Style, lines: Sequence[Line]) -> PlottedCurve:
+def _mean_curve(label: str, style: Style, lines: Sequence[Line]) -> PlottedCurve:
     """Return the curve of one run, or the mean of several over their common range."""
     if len(lines) == 1:
-        return PlottedCurve(label, look, *lines[0])
+        return PlottedCurve(label, style, *lines[0])
     first, last = max(xs[0] for xs, _ in lines), min(xs[-1] for xs, _ in lines)
     inside = {value for xs, _ in lines for value in xs if first < value < last}
     grid = sorted(inside | {first, last})
     mean = np.mean([np.interp(grid, xs, ys) for xs, ys in lines], axis=0)
-    return PlottedCurve(label, look, grid, mean.tolist(), lines)
+    return PlottedCurve(label, style, grid, mean.tolist(), lines)
 
 
 def _figure(
@@ -285,9 +285,9 @@ def _scale(axis: Any, x_is_log: bool, y_is_log: bool) -> None:
 
 def _draw_curve(axis: Any, curve: PlottedCurve, part: Part) -> Any:
     """Draw the line and its markers, and return the handle for the legend."""
-    colour = {"color": curve.look["color"]}
-    line = curve.look["linestyle"]
-    marker = {"marker": curve.look["marker"], "mec": "white", "mew": 0.5, **colour}
+    colour = {"color": curve.style["color"]}
+    line = curve.style["linestyle"]
+    marker = {"marker": curve.style["marker"], "mec": "white", "mew": 0.5, **colour}
     thin = {"lw": THIN, "zorder": 1.9, **colour}
     if part.count > 1:
         axis.plot(curve.xs, curve.ys, **thin)
@@ -298,10 +298,10 @@ def _draw_curve(axis: Any, curve: PlottedCurve, part: Part) -> Any:
     return dashes if part.count == 1 else (_legend_line(**thin), dashes)
 
 
-def _legend_line(**look: Any) -> Any:
+def _legend_line(**options: Any) -> Any:
     from matplotlib.lines import Line2D
 
-    return Line2D([], [], **look)
+    return Line2D([], [], **options)
 
 
 def _letter_points() -> float:
@@ -347,14 +347,14 @@ class Part:
     def line(self, style: str, dash: float = DASH) -> dict[str, Any]:
         """Return the style of the line; ``style`` if the curve is single."""
         # Wide lines are below narrow ones.
-        look: dict[str, Any] = {"lw": self.width, "zorder": 2 + 0.1 * (self.place % len(WIDTHS))}
+        options: dict[str, Any] = {"lw": self.width, "zorder": 2 + 0.1 * (self.place % len(WIDTHS))}
         if self.count == 1:
-            return {**look, "ls": style}
+            return {**options, "ls": style}
         on, off = dash, dash * (self.count - 1)
         start = dash * (self.count - self.place)
         # matplotlib scales the lengths of dashes by the line width.
         lengths = [length / self.width for length in (start, on, off)]
-        return {**look, "ls": (lengths[0], tuple(lengths[1:])), "dash_capstyle": "butt"}
+        return {**options, "ls": (lengths[0], tuple(lengths[1:])), "dash_capstyle": "butt"}
 
     def markers(self, points: int) -> dict[str, Any]:
         """Return which points are marked, and the size of markers."""
@@ -371,7 +371,7 @@ class Part:
 def _parts_on(axis: Any, curves: Sequence[PlottedCurve]) -> list[Part]:
     """Return the curves' shares in drawing those that coincide on these axes."""
     for curve in curves:
-        thin = {"lw": 0.7, "alpha": 0.35 if curve.singles else 0.0, "color": curve.look["color"]}
+        thin = {"lw": 0.7, "alpha": 0.35 if curve.singles else 0.0, "color": curve.style["color"]}
         for xs, ys in [*curve.singles, (curve.xs, curve.ys)]:
             axis.plot(xs, ys, **thin)
     axis.get_xlim()  # updates the transform

@@ -208,10 +208,10 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
 
     def readable(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
         """Return the evaluation views of the readable images."""
-        found = zip(map(self._tried, indices), indices, strict=True)
+        images = zip(map(self._tried, indices), indices, strict=True)
         return [
             (self.recipe.evaluation_image(image), int(self.targets[index]))
-            for image, index in found
+            for image, index in images
             if image is not None
         ]
 

@@ -45,13 +45,13 @@ def find_shards(data_dir: Path | None) -> tuple[list[Path], list[Path]]:
     """
     if data_dir is None:
         raise UserError(f"--data-dir: data set shards needs it; {LAYOUT}")
-    found = []
+    splits = []
     for names in (("train",), ("test", "val", "validation")):
         shards = next(filter(None, (_shards(data_dir, name) for name in names)), [])
         if not shards:
             raise UserError(f"--data-dir {data_dir}: no shards to {names[0]} with; {LAYOUT}")
-        found.append(shards)
-    return found[0], found[1]
+        splits.append(shards)
+    return splits[0], splits[1]
 
 
 def _shards(data_dir: Path, name: str) -> list[Path]:
@@ -78,8 +78,8 @@ def _cached(shard: Path, folder: Path) -> Entries:
         state = shard.stat()
     except OSError as error:
         raise UserError(f"{shard}: cannot be read ({error}); replace or remove it") from error
-    seen = f"shard index, version 2\0{shard.resolve()}\0{state.st_size}\0{state.st_mtime_ns}"
-    digest = hashlib.sha256(os.fsencode(seen)).hexdigest()[:32]
+    state_text = f"shard index, version 2\0{shard.resolve()}\0{state.st_size}\0{state.st_mtime_ns}"
+    digest = hashlib.sha256(os.fsencode(state_text)).hexdigest()[:32]
     return cached_array(f"shard-{digest}", lambda: _read(shard), folder).view(ENTRY)
 
 

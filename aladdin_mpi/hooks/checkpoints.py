@@ -159,14 +159,14 @@ class CheckpointStore:
         if resizes:
             manifest, here = _without_ranks(manifest), _without_ranks(here)
         # Options of later versions had their defaults.
-        found = differences({name: manifest.get(name) for name in here}, _as_in(manifest, here))
-        if found:
+        changes = differences({name: manifest.get(name) for name in here}, _as_in(manifest, here))
+        if changes:
             resize = ""
-            if all(line.startswith(RESIZED) for line in found):
+            if all(line.startswith(RESIZED) for line in changes):
                 resize = ", or add --allow-resize to go on with another number of workers"
             raise UserError(
                 f"--resume: the checkpoint {folder} belongs to another run than this (the "
-                f"checkpoint's value first): {'; '.join(found[:5])}; resume it as it was "
+                f"checkpoint's value first): {'; '.join(changes[:5])}; resume it as it was "
                 f"started{resize}"
             )
         return self.part(rank)

@@ -299,7 +299,7 @@ def interpretation(options: ProbeOptions) -> Iterator[str]:
     nodes, each = options.nodes or 0, options.gpus_per_node or 1
     yield (
         f"{nodes} host{'s' * (nodes != 1)} with {each} worker{'s' * (each != 1)} each, "
-        f"{nodes * each} in all"
+        f"{nodes * each} in total"
     )
     for name, about in NETWORK.items():
         if (value := getattr(options, name)) is not None:

@@ -33,13 +33,13 @@ def memory_bandwidth(seconds: float) -> Figure:
     """
     total, gradient = (torch.ones(VECTOR_BYTES // 4) for _ in range(2))
     total.add_(gradient)  # maps the pages
-    found: list[float] = []
+    rates: list[float] = []
     end = time.perf_counter() + seconds
-    while len(found) < 3 or (len(found) < HOST_REPEATS and time.perf_counter() < end):
+    while len(rates) < 3 or (len(rates) < HOST_REPEATS and time.perf_counter() < end):
         start = time.perf_counter()
         total.add_(gradient)
-        found.append(3e-9 * VECTOR_BYTES / (time.perf_counter() - start))
-    return figure(found)
+        rates.append(3e-9 * VECTOR_BYTES / (time.perf_counter() - start))
+    return figure(rates)
 
 
 def message_cost(transport: Transport) -> Figure:
@@ -47,7 +47,7 @@ def message_cost(transport: Transport) -> Figure:
 
     The process sends bursts to itself, so that the network has no effect.
     """
-    found = []
+    costs = []
     for _ in range(MESSAGES // BURST):
         buffers = [torch.zeros(8, dtype=torch.uint8) for _ in range(2 * BURST)]
         start = transport.now()
@@ -55,8 +55,8 @@ def message_cost(transport: Transport) -> Figure:
         receives = [transport.irecv(buffer, own, Tag.PROBE) for buffer in buffers[:BURST]]
         sends = [transport.isend(buffer, own, Tag.PROBE) for buffer in buffers[BURST:]]
         transport.wait(*receives, *sends)
-        found.append(1e6 * (transport.now() - start) / (2 * BURST))
-    return figure(found)
+        costs.append(1e6 * (transport.now() - start) / (2 * BURST))
+    return figure(costs)
 
 
 def spare_cores(transport: Transport, cores: int) -> tuple[int, int] | None:
@@ -205,17 +205,17 @@ def latencies(transport: Transport, pair: Flow, seconds: float) -> list[float]:
 
 def _ask(transport: Transport, other: int, seconds: float) -> list[float]:
     end = transport.now() + seconds
-    found: list[float] = []
+    delays: list[float] = []
     fewest, most = ROUNDS
     is_last = False
     while not is_last:
-        is_last = len(found) >= fewest and (len(found) >= most or transport.now() > end)
+        is_last = len(delays) >= fewest and (len(delays) >= most or transport.now() > end)
         word, answer = torch.tensor([float(is_last)], dtype=torch.float64), torch.empty(WORD)
         begin = transport.now()
         receive = transport.irecv(answer, other, Tag.PROBE)
         transport.wait(transport.isend(word, other, Tag.PROBE), receive)
-        found.append((transport.now() - begin) / 2)
-    return found[1:]  # the first one may have established the connection
+        delays.append((transport.now() - begin) / 2)
+    return delays[1:]  # the first one may have established the connection
 
 
 def _answer(transport: Transport, other: int) -> None:
@@ -336,54 +336,54 @@ def measure_network(
 
 def _measure_between(
     transport: Transport,
-    found: NetworkFigures,
+    network: NetworkFigures,
     first: Sequence[int],
     seconds: float,
     has_time: Callable[[], bool],
 ) -> None:
     """Measure between hosts; ``first`` has the first rank of each."""
-    hosts = range(found.hosts)
+    hosts = range(network.hosts)
     # Each host sends to the next one, then to the second next, ...
-    pairs = [(host, (host + step) % found.hosts) for step in hosts[1:] for host in hosts]
-    streams = STREAMS * (len(pairs) + 1) + STREAMS * min(BOTH_WAYS, found.hosts)
+    pairs = [(host, (host + step) % network.hosts) for step in hosts[1:] for host in hosts]
+    streams = STREAMS * (len(pairs) + 1) + STREAMS * min(BOTH_WAYS, network.hosts)
     slot = min(LONGEST_SLOT, max(SHORTEST_SLOT, seconds / streams))
     delays: list[float] = []
     shares: list[float] = []
     for number, (a, b) in enumerate(pairs):
         if not broadcast(transport, number == 0 or has_time()):
-            found.skipped = len(pairs) - number
+            network.skipped = len(pairs) - number
             break
         flow = first[a], first[b]
         delays += latencies(transport, flow, slot / 3)
         for rate in rates(transport, [flow], slot):
-            found.alone[a, b] = _gbit(rate)
+            network.alone[a, b] = _gbit(rate)
         if number < BOTH_WAYS and a < b:
             for way in rates(transport, [flow, flow[::-1]], slot):
-                shares.append(_gbit(way).value / found.alone[a, b].value)
-    _measure_crowd(transport, found, first, slot)
-    one = found.alone.get((0, 1))
+                shares.append(_gbit(way).value / network.alone[a, b].value)
+    _measure_crowd(transport, network, first, slot)
+    one = network.alone.get((0, 1))
     # Only rank 0 has the rate, and only its result is used.
     row = message_seconds(transport, (first[0], first[1]), one.value / 8e-9 if one else 1.0, SHORT)
     if transport.rank == 0:
-        found.latency = figure([1e6 * delay for delay in delays])
-        found.together = figure(shares)
-        found.overhead = max(0.0, 1e6 * row)
+        network.latency = figure([1e6 * delay for delay in delays])
+        network.together = figure(shares)
+        network.overhead = max(0.0, 1e6 * row)
 
 
 def _measure_crowd(
-    transport: Transport, found: NetworkFigures, first: Sequence[int], slot: float
+    transport: Transport, network: NetworkFigures, first: Sequence[int], slot: float
 ) -> None:
     """Measure all hosts at once: each sends to a distant host, and receives from another."""
-    shift = max(1, found.hosts // 2)
-    pairs = [(host, (host + shift) % found.hosts) for host in range(found.hosts)]
+    shift = max(1, network.hosts // 2)
+    pairs = [(host, (host + shift) % network.hosts) for host in range(network.hosts)]
     flows = [(first[a], first[b]) for a, b in pairs]
     for pair, rate in zip(pairs, rates(transport, flows, slot), strict=False):
-        found.at_once[pair] = _gbit(rate).value
+        network.at_once[pair] = _gbit(rate).value
 
 
-def _measure_inside(transport: Transport, found: NetworkFigures, seconds: float) -> None:
+def _measure_inside(transport: Transport, network: NetworkFigures, seconds: float) -> None:
     hosts = transport.hosts
-    ranks = [[rank for rank, at in enumerate(hosts) if at == host] for host in range(found.hosts)]
+    ranks = [[rank for rank, at in enumerate(hosts) if at == host] for host in range(network.hosts)]
     pairs = [(of_host[0], of_host[1]) for of_host in ranks if len(of_host) > 1][:LOCAL_HOSTS]
     slot = min(LONGEST_SLOT, max(SHORTEST_SLOT, seconds / (4 * LOCAL_HOSTS)))
     delays: list[float] = []
@@ -392,8 +392,8 @@ def _measure_inside(transport: Transport, found: NetworkFigures, seconds: float)
         delays += latencies(transport, pair, slot / 3)
         inside += [rate for flow in rates(transport, [pair], slot) for rate in flow]
     if delays:
-        found.local_latency = figure([1e6 * delay for delay in delays])
-        found.local_rate = _gbit(inside)
+        network.local_latency = figure([1e6 * delay for delay in delays])
+        network.local_rate = _gbit(inside)
 
 
 def _gbit(bytes_per_second: Sequence[float]) -> Figure:

@@ -153,8 +153,9 @@ def table(summary: Mapping[str, Any], figures: Mapping[str, float]) -> str:
 def _failure_row(failure: Mapping[str, Any]) -> tuple[str, str]:
     lost, at = failure["samples_lost"], console.number(failure["samples"])
     about = f"at sample {at}, after {console.number(failure['seconds'])} s"
+    fate = FATES.get(failure["what"], failure["what"])
     return (
-        f"rank {failure['rank']} (host {failure['host']}) {FATES[failure['what']]}",
+        f"rank {failure['rank']} (host {failure['host']}) {fate}",
         f"{about}; {console.number(lost)} sample{'s' * (lost != 1)} lost",
     )
 

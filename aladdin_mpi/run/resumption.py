@@ -80,13 +80,13 @@ def _resumed(request: RunRequest[Options], folder: Path) -> Options:
 
 
 def _check_same(folder: Path, stored: RunOptions, requested: RunOptions) -> None:
-    found = differences(identity(stored), identity(requested))
-    if found:
-        names = {line.partition(":")[0].partition(".")[0].replace("-", "_") for line in found}
+    changes = differences(identity(stored), identity(requested))
+    if changes:
+        names = {line.partition(":")[0].partition(".")[0].replace("-", "_") for line in changes}
         resize = "add --allow-resize, " if names <= RESIZE_FIELDS else ""
         raise UserError(
             f"--run-dir: expected a new folder or that of the same run, got {str(folder)!r}, which "
-            f"holds another run (its value first): {'; '.join(found[:5])}; {resize}give another "
+            f"holds another run (its value first): {'; '.join(changes[:5])}; {resize}give another "
             f"folder, or go on with that run by --resume {folder}"
         )
 
