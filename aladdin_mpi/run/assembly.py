@@ -70,7 +70,7 @@ class UserTask:
         optimizer: the user's; None for momentum SGD.
         schedule: factor of the learning rate by samples drawn; None for the options' schedule.
         state: of the user's loop, for checkpoints.
-        skipped: the data set's record of skipped images, if it skips any.
+        skipped: the dataset's record of skipped images, if it skips any.
         origin: of the run.
         project: projections that the script applies to parameters after each step.
         whole: segments of the run end at multiples of this number of samples.

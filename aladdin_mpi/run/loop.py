@@ -160,7 +160,7 @@ class Loop:
             self._begin(is_last=not remaining)
             batch = None
             if self._source is not None:
-                with no_exit():  # the user's data set, transforms and collate_fn
+                with no_exit():  # the user's dataset, transforms and collate_fn
                     batch = self._source.next_batch(size)
                 batch = self._deliver(batch)
             yield batch
@@ -299,7 +299,7 @@ class _ModuleParts:
         self._held = [list(held.values()) for held in self._dicts]
 
     def are_same(self) -> bool:
-        """Whether each dict still holds the same objects."""
+        """Return whether each dict still holds the same objects."""
         return all(
             len(now) == len(before) and all(map(is_, now.values(), before))
             for now, before in zip(self._dicts, self._held, strict=True)
