@@ -1,6 +1,6 @@
-"""Data-parallel training over MPI and in virtual time.
+"""Data-parallel training over MPI, and its simulation in virtual time.
 
-Everything that a script of one's own needs is imported from here:
+Training scripts import everything that they need from here:
 
 >>> from aladdin_mpi import DataParallel
 """
@@ -37,7 +37,7 @@ __all__ = [
     "load_dataset",
 ]
 
-_PLACES = {
+_MODULES = {
     "Accelerator": "accelerate",
     "DataParallel": "run.data_parallel",
     "LostError": "errors",
@@ -48,7 +48,7 @@ _PLACES = {
     "WaitTimeoutError": "errors",
     "load_dataset": "data.datasets",
 }
-"""The module of each name."""
+"""Module that defines each public name."""
 
 try:
     __version__ = version("aladdin_mpi")
@@ -57,8 +57,8 @@ except PackageNotFoundError:
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded when asked for: --help does without torch, and the commands must be able to report
+    # Import on first use: --help does not need torch, and the commands must be able to report
     # an error in an import.
-    if name not in _PLACES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,6 +1,6 @@
-"""Scripts that are written for Hugging Face's ``accelerate``, trained with any algorithm.
+"""Replacement for Hugging Face's ``accelerate.Accelerator`` that trains with any algorithm.
 
-Such a script changes two lines: the import, and the length of the run::
+An existing script changes in two lines, the import and the length of the run::
 
     from aladdin_mpi import Accelerator
 
@@ -15,7 +15,7 @@ Such a script changes two lines: the import, and the length of the run::
                 scheduler.step()
                 optimizer.zero_grad()
 
-What is not here is refused by name. ``accelerate`` itself is not needed.
+Unsupported attributes raise an error that names them. ``accelerate`` itself is not required.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from aladdin_mpi.run.training_data import Epoch
 class Accelerator:
     """The part of ``accelerate.Accelerator`` that training loops use, on a :class:`DataParallel`.
 
-    A server's rank serves when its loop asks for the first batch, and has none.
+    On a server's rank, iterating over the loader serves the workers and yields no batch.
 
     Args:
-        gradient_accumulation_steps: batches whose gradients make a step.
-        mixed_precision: "no", or None for the environment's ``ACCELERATE_MIXED_PRECISION``, "no"
-            by default; forward and loss may be put into ``torch.autocast``.
-        settings: of :class:`DataParallel`, its ``epochs`` or ``samples`` among them.
+        gradient_accumulation_steps: number of batches per step.
+        mixed_precision: "no", or None to read ``ACCELERATE_MIXED_PRECISION`` ("no" by default).
+            For low precision, run forward and loss under ``torch.autocast``.
+        settings: of :class:`DataParallel`, including the length (``epochs``, for example).
 
     Raises:
-        UserError: no length, or another precision.
+        UserError: the length is missing, or ``mixed_precision`` is not "no".
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Accelerator:
         self._run: DataParallel | None = None
         self._loader: PreparedLoader | None = None
         self._loss: Tensor | None = None
-        # What a script asks of its accelerator before prepare() must not depend on other ranks.
+        # Attributes that a script reads before prepare() must not depend on other ranks.
         self._job = find_job(settings)
 
     def __getattr__(self, name: str) -> Any:
@@ -92,10 +92,10 @@ class Accelerator:
 
     # -- before the loop --------------------------------------------------------------------
     def prepare(self, *given: Any) -> Any:
-        """Put model, optimizer, loader and scheduler under the run; the same in that order.
+        """Attach model, optimizer, loader and scheduler to the run, and return them in order.
 
-        The first DataLoader is the one to train with. Others are left as they are: every rank
-        measures all of what they have.
+        The first DataLoader supplies the training data. Others are returned unchanged: every rank
+        evaluates all of their samples.
 
         Raises:
             UserError: a model, an optimizer or a loader is missing, or there are two models.
@@ -135,17 +135,17 @@ class Accelerator:
 
     # -- in the loop --------------------------------------------------------------------------
     def backward(self, loss: Tensor) -> None:
-        """Backward from ``loss``, divided by ``gradient_accumulation_steps``."""
+        """Run backward from ``loss``, divided by ``gradient_accumulation_steps``."""
         self._loss = loss / self.gradient_accumulation_steps
         self._loss.backward()
 
     def step(self) -> None:
-        """The gradients of a batch are there: what ``optimizer.step()`` of a loop does."""
+        """Hand the gradients of a batch to the run, as a prepared ``optimizer.step()`` does."""
         self.run.step(self._loss)
         self._loss = None
 
     def accumulate(self, *models: nn.Module) -> nullcontext[None]:
-        """Nothing has to be done: the run knows which batches make a step."""
+        """Return a context that does nothing: the run knows which batches make a step."""
         return nullcontext()
 
     @property
@@ -156,23 +156,23 @@ class Accelerator:
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2
     ) -> None:
-        """As :meth:`DataParallel.clip_grad_norm_`; ``parameters`` are all that are trained.
+        """Clip the gradient of this step to ``max_norm``, over all trained parameters.
 
         Raises:
-            UserError: another norm than the Euclidean.
+            UserError: ``norm_type`` is not 2.
         """
         if norm_type != 2:
             raise UserError(f"norm_type: expected 2, got {norm_type}; leave it out")
         if self.sync_gradients:
             self.run.clip_grad_norm_(max_norm)
 
-    # -- beside it ------------------------------------------------------------------------------
+    # -- the run and its ranks --------------------------------------------------------------------
     @property
     def run(self) -> DataParallel:
-        """What trains.
+        """The underlying run.
 
         Raises:
-            UserError: before :meth:`prepare`.
+            UserError: :meth:`prepare` has not been called.
         """
         if self._run is None:
             raise UserError(
@@ -183,7 +183,7 @@ class Accelerator:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is, and where batches come."""
+        """The device of the model and of the batches."""
         if self._run is None:
             return self._job.device(self._settings.get("device", "auto"))
         return self._run.device
@@ -204,76 +204,71 @@ class Accelerator:
         return self._job.workers if self._run is None else self._run.workers
 
     def print(self, *values: object, **how: Any) -> None:
-        """Print on the first worker of each host; ``how`` as for Python's ``print``."""
+        """Print on the first worker of each host; ``how`` is passed to Python's ``print``."""
         if self.is_local_main_process and how:
             print(*values, **how)
         elif self.is_local_main_process:
             console.say(" ".join(map(str, values)), sys.stdout)
 
     def log(self, values: dict[str, float], step: int | None = None) -> None:
-        """Add figures to the metrics of the run, which knows where it is without ``step``."""
+        """Add figures to the run's metrics; ``step`` is ignored, as the run counts its samples."""
         if not self.run.is_server:
             self.run.log(**values)
 
     def reduce(self, tensor: Tensor, reduction: str = "mean") -> Tensor:
-        """The "mean" or the "sum" over all workers; on a server, what it is given."""
+        """Return the "mean" or "sum" over all workers; on a server, ``tensor`` itself."""
         if self.run.is_server:
             return tensor
         return self.run.reduce(tensor, "sum" if reduction == "sum" else "mean").to(tensor)
 
     def wait_for_everyone(self) -> None:
-        """Until all workers are here; nothing behind the end of the run, to which all came."""
+        """Wait for all workers; return at once after the end of the run, which has synchronised."""
         if not self.run.is_server and not self.run.is_over:
             self.run.reduce(0.0)
 
     def gather_for_metrics(self, values: Any) -> Any:
-        """The same: every rank has measured all."""
+        """Return ``values`` unchanged: every rank evaluates all samples."""
         return values
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
-        """The same: models are not wrapped."""
+        """Return ``model`` unchanged: models are not wrapped."""
         return model
 
     def save(self, values: Any, path: str | Path) -> None:
-        """``torch.save`` on the first worker."""
+        """Save ``values`` with ``torch.save`` on the first worker."""
         if self.is_main_process:
             torch.save(values, path)
 
     def end_training(self) -> None:
-        """End the run for all, where the loop was left before its last epoch."""
+        """End the run for all workers if the loop was left before its last epoch."""
         if self._loader is not None:
             self._loader.close()
 
 
 class PreparedLoader:
-    """Gives an epoch of the run each time that it is iterated.
-
-    Args:
-        run: whose epochs.
-        loader: the data.
-    """
+    """A DataLoader that yields one epoch of the run per iteration over it."""
 
     def __init__(self, run: DataParallel, loader: DataLoader[Any]) -> None:
         self.loader = loader
         self._run = run
         self._epochs: Iterator[Epoch] | None = None
         self._next: Epoch | None = None
-        self._asked = 0
+        self._requested = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
 
     def __len__(self) -> int:
-        """A worker's batches in an epoch, where all are equally fast."""
+        """Return a worker's batches per epoch if all workers are equally fast."""
         whole, rest = divmod(len(self.loader), self._run.workers)
         return whole + bool(rest and not self.loader.drop_last)
 
     def __iter__(self) -> Iterator[Any]:
-        """An epoch; of a resumed run those that it has behind it are empty."""
+        """Yield the batches of the next epoch; none for epochs completed before a resume."""
         if self._epochs is None:
             self._epochs = self._run.epochs(self.loader)
             self._next = next(self._epochs, None)
-        number, self._asked = self._asked, self._asked + 1
+        number, self._requested = self._requested, self._requested + 1
         epoch = self._next
         if epoch is None or int(epoch) > number:
             return
@@ -283,13 +278,13 @@ class PreparedLoader:
             self._next = next(self._epochs, None)
 
     def close(self) -> None:
-        """Leave the run's epochs, which ends the run for all."""
+        """Leave the run's epochs, which ends the run for all workers."""
         self._next = self._epochs = None
         _ = self._run.summary
 
 
 class PreparedOptimizer:
-    """A loop's optimizer: ``step()`` is the run's, and the rest is that of the one it was given."""
+    """An optimizer whose ``step()`` is the run's; everything else is the wrapped optimizer's."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> None:
         self.optimizer = optimizer
@@ -303,11 +298,11 @@ class PreparedOptimizer:
         self._accelerator.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: the run clears them."""
+        """Do nothing: the run clears the gradients."""
 
 
 class PreparedScheduler:
-    """A loop's scheduler: the run steps it, and the rest is that of the one it was given."""
+    """A scheduler that the run steps; everything else is the wrapped scheduler's."""
 
     def __init__(self, scheduler: LRScheduler) -> None:
         self.scheduler = scheduler
@@ -316,11 +311,11 @@ class PreparedScheduler:
         return getattr(self.scheduler, name)
 
     def step(self) -> None:
-        """Nothing: the run does."""
+        """Do nothing: the run advances the scheduler."""
 
 
 def _one(given: Iterable[Any], kind: type, name: str, remedy: str) -> Any:
-    found = [each for each in given if isinstance(each, kind)]
-    if len(found) != 1:
-        raise UserError(f"accelerator.prepare: expected one {name}, got {len(found)}; {remedy}")
-    return found[0]
+    matches = [each for each in given if isinstance(each, kind)]
+    if len(matches) != 1:
+        raise UserError(f"accelerator.prepare: expected one {name}, got {len(matches)}; {remedy}")
+    return matches[0]

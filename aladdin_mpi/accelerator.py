@@ -1,10 +1,10 @@
-"""The one place that knows accelerators: their devices, streams and events.
+"""Accelerators: their devices, streams and events. No other module calls a device API.
 
-Everything goes through torch's module of the device's kind, ``torch.cuda`` for CUDA and ROCm,
-``torch.xpu``, or that of a backend of one's own, so that all of them take the same way.
+All calls go through torch's module for the type of device: ``torch.cuda`` (CUDA and ROCm),
+``torch.xpu``, or that of a custom backend.
 
-A thread that has not chosen a device has the first one, and would make a context there that costs
-hundreds of MB: so whatever is done with a device here chooses it first (:func:`enter`).
+A thread that has not selected a device uses the first one, and would create a context there that
+costs hundreds of MB. So every function selects its device first (:func:`enter`).
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ import torch
 from torch import Tensor
 
 HOST = ("cpu", "meta")
-"""Kinds of devices that are none."""
+"""Device types that are not accelerators."""
 BUS = Path("/sys/bus/pci/devices")
 NVIDIA = "0x10de"
 GPU_MAKERS = (NVIDIA, "0x1002", "0x8086")
 LEAST_REGISTERED = 1 << 20
-"""Bytes; what rounding adds to less is little."""
+"""Bytes; for smaller buffers, rounding up wastes little memory."""
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _MASKS = (*_VISIBLE, "ZE_AFFINITY_MASK")
 
 
 def kind() -> str | None:
-    """What this machine's accelerators are called, such as "cuda"; None: it has none."""
+    """Return the type of this machine's accelerators, such as "cuda"; None if it has none."""
     if hasattr(torch, "accelerator"):
-        found = torch.accelerator.current_accelerator()
-        name = None if found is None else found.type
+        current = torch.accelerator.current_accelerator()
+        name = None if current is None else current.type
     else:  # torch below 2.6
         name = "cuda"
     if name is None:
@@ -44,16 +44,15 @@ def kind() -> str | None:
 
 
 def count() -> int:
-    """How many there are here."""
+    """Return the number of accelerators that torch can use."""
     name = kind()
     return 0 if name is None else int(_module(name).device_count())
 
 
 def on_the_bus(bus: Path = BUS) -> int:
-    """How many GPUs the system knows, whether torch can use them or not.
+    """Return the number of GPUs on the PCI bus, whether torch can use them or not.
 
-    Of NVIDIA all; of AMD and Intel those that are for computing, since their graphics are in many
-    processors.
+    For AMD and Intel, only compute devices count, because many processors have integrated graphics.
     """
     return sum(_is_gpu(device) for device in bus.glob("*"))
 
@@ -69,38 +68,38 @@ def _is_gpu(device: Path) -> bool:
 
 
 def are_hidden() -> bool:
-    """Whether the user, or the batch system, shows this process none of them."""
+    """Return whether the user or the batch system hides all GPUs from this process."""
     return any(os.environ.get(name, "0").strip() in ("", "-1") for name in _VISIBLE)
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether ``device`` has memory and streams of its own."""
+    """Return whether ``device`` has memory and streams separate from the host's."""
     return device.type not in HOST
 
 
 def identity(device: torch.device) -> str:
-    """What tells a device from the others of its host: two tasks may both call theirs cuda:0."""
+    """Return an identifier that is unique on the host: each task may call its device cuda:0."""
     uuid = getattr(_properties(device), "uuid", None)
     if uuid is not None:
         return str(uuid)
-    seen = [os.environ[name] for name in _MASKS if name in os.environ]  # torch below 2.4
-    return "/".join([*seen, str(device.index)])
+    masks = [os.environ[name] for name in _MASKS if name in os.environ]  # torch below 2.4
+    return "/".join([*masks, str(device.index)])
 
 
 def bus_address(device: torch.device) -> str | None:
-    """Where an accelerator is on the PCI bus, as the system writes it; None: torch does not say."""
+    """Return the PCI address in the system's notation, "0000:03:00.0"; None if unknown."""
     if not is_accelerator(device):
         return None
-    found = _properties(device)
-    bus = getattr(found, "pci_bus_id", None)
+    properties = _properties(device)
+    bus = getattr(properties, "pci_bus_id", None)
     if not isinstance(bus, int):
         return None
-    domain = getattr(found, "pci_domain_id", 0)
-    return f"{domain:04x}:{bus:02x}:{getattr(found, 'pci_device_id', 0):02x}.0"
+    domain = getattr(properties, "pci_domain_id", 0)
+    return f"{domain:04x}:{bus:02x}:{getattr(properties, 'pci_device_id', 0):02x}.0"
 
 
 def enter(device: torch.device) -> None:
-    """Make ``device`` the one of this thread; nothing if it is no accelerator."""
+    """Make ``device`` current in this thread; do nothing if it is not an accelerator."""
     if not is_accelerator(device):
         return
     module = _module(device.type)
@@ -109,21 +108,21 @@ def enter(device: torch.device) -> None:
 
 
 class _Pages(mmap.mmap):
-    """Memory of the host that the device's driver knows, so that it copies there by itself."""
+    """Host memory registered with the device's driver, which allows asynchronous copies."""
 
     runtime: Any = None
     address: int = 0
 
     def __del__(self) -> None:
         if self.runtime is not None:
-            with suppress(Exception):  # at the program's end the driver may have gone before
+            with suppress(Exception):  # at the program's end the driver may be unloaded already
                 self.runtime.cudaHostUnregister(self.address)
 
 
 def pinned(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A zeroed vector of host memory, from and to which copies of ``device`` go on by themselves.
+    """Return a zeroed vector of pinned host memory, for asynchronous copies with ``device``.
 
-    As long as was asked for: torch's own would be rounded up to a power of two.
+    It has exactly ``numel`` elements; torch's pinned allocator rounds up to a power of two.
     """
     nbytes = numel * dtype.itemsize
     runtime = getattr(_module(device.type), "cudart", None)
@@ -139,12 +138,12 @@ def pinned(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def configure(device: torch.device, tf32: bool, benchmark: bool) -> None:
-    """How exactly an accelerator computes; what is not asked for stays as it is.
+    """Enable faster arithmetic on an accelerator; settings that are False remain unchanged.
 
     Args:
-        device: nothing is done for a CPU.
-        tf32: products of fp32 matrices may have ten bits of mantissa.
-        benchmark: cuDNN tries out its convolutions.
+        device: a CPU is ignored.
+        tf32: use TF32 (10-bit mantissa) in products of fp32 matrices.
+        benchmark: let cuDNN benchmark its convolution algorithms.
     """
     if not is_accelerator(device):
         return
@@ -156,7 +155,7 @@ def configure(device: torch.device, tf32: bool, benchmark: bool) -> None:
 
 
 def random_state(device: torch.device) -> Tensor | None:
-    """Where the device's random numbers have come to; None if it is no accelerator."""
+    """Return the state of the device's random number generator; None for a CPU."""
     if not is_accelerator(device):
         return None
     enter(device)
@@ -165,21 +164,21 @@ def random_state(device: torch.device) -> Tensor | None:
 
 
 def set_random_state(device: torch.device, state: Tensor | None) -> None:
-    """Let them go on from a :func:`random_state`; one of another kind of device is left."""
+    """Restore a :func:`random_state`; do nothing if it or the device is not an accelerator's."""
     if state is not None and is_accelerator(device):
         enter(device)
         _module(device.type).set_rng_state(state, device)
 
 
 class Stopwatch:
-    """Moments in what a device computes, in its own order; of a CPU the host's."""
+    """Timestamps in a device's stream of work; on a CPU, the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._module = _module(device.type) if is_accelerator(device) else None
         self._device = device
 
     def stamp(self) -> Any:
-        """This moment, as one that :meth:`between` takes; the host does not wait for the device."""
+        """Return a timestamp for :meth:`between`, without waiting for the device."""
         if self._module is None:
             return time.perf_counter()
         event = self._module.Event(enable_timing=True)
@@ -187,37 +186,37 @@ class Stopwatch:
         return event
 
     def finish(self) -> None:
-        """Wait until all that was stamped is over."""
+        """Wait until the device has reached all timestamps."""
         if self._module is not None:
             self._module.synchronize(self._device)
 
     def between(self, first: Any, last: Any) -> float:
-        """Seconds from one stamp to another; both are over."""
+        """Return the seconds between two timestamps that the device has reached."""
         if self._module is None:
             return float(last - first)
         return float(first.elapsed_time(last)) / 1e3
 
 
 class CopyEvent:
-    """A copy that may be under way; any thread may ask about it."""
+    """The completion of an asynchronous copy; any thread may query it."""
 
     def __init__(self, event: Any, device: torch.device) -> None:
         self._event = event
         self._device = device
 
     def query(self) -> bool:
-        """Whether the copy is over."""
+        """Return whether the copy is complete."""
         enter(self._device)
         return bool(self._event.query())
 
     def hold(self) -> None:
-        """Let what is computed on the device from now on come after the copy."""
+        """Make work that is submitted to the device from now on wait for the copy."""
         enter(self._device)
         _module(self._device.type).current_stream(self._device).wait_event(self._event)
 
 
 class CopyStream:
-    """Copies between a device and pinned memory, each way on a stream beside the computing's."""
+    """Copies between a device and pinned memory, with a separate stream for each direction."""
 
     def __init__(self, device: torch.device) -> None:
         enter(device)
@@ -227,10 +226,10 @@ class CopyStream:
         self._way_in = self._module.Stream(device)
 
     def copy(self, source: Tensor, target: Tensor) -> CopyEvent:
-        """Copy when what has been computed until now is there; does not wait for it.
+        """Start a copy that follows the work submitted so far, and return its event.
 
-        ``target`` is to be left alone until the event has happened. ``source`` may be let go: its
-        memory is not given to others before.
+        Do not use ``target`` before the event is complete. ``source`` may be released: its memory
+        is not reused before then.
         """
         enter(self._device)
         self._stream.wait_stream(self._module.current_stream(self._device))
@@ -244,15 +243,15 @@ class CopyStream:
         source.record_stream(self._stream)
 
     def fetch(self, source: Tensor) -> tuple[Tensor, CopyEvent]:
-        """``source``, in pinned memory, as it comes to the device; does not wait for it.
+        """Start copying ``source`` from pinned memory to the device; return the copy and its event.
 
-        What is computed on the device from now on comes after the copy. ``source`` is to be left
-        alone until the event has happened.
+        Work that is submitted to the device from now on waits for the copy. Do not change
+        ``source`` before the event is complete.
         """
         enter(self._device)
         computing = self._module.current_stream(self._device)
         with self._module.stream(self._way_in):
-            # Memory of this stream: the computing may still use any of its own.
+            # Allocate on this stream: memory freed on the compute stream may still be in use there.
             target = torch.empty_like(source, device=self._device)
             target.copy_(source, non_blocking=True)
             event = CopyEvent(self._way_in.record_event(), self._device)
@@ -262,11 +261,11 @@ class CopyStream:
 
 
 def _module(name: str) -> Any:
-    """Torch's module of a kind of devices."""
+    """Return torch's module for a type of device."""
     return getattr(torch, name)
 
 
 def _properties(device: torch.device) -> Any:
-    """What torch knows of a device; None where it does not say."""
+    """Return torch's properties of a device; None if the backend has no such function."""
     describe = getattr(_module(device.type), "get_device_properties", None)
     return None if describe is None else describe(device)

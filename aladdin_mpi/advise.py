@@ -1,4 +1,4 @@
-"""``python -m aladdin_mpi.advise``: which algorithm, how many servers, and what it will bring."""
+"""``python -m aladdin_mpi.advise``: recommend an algorithm and its options for a cluster."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from aladdin_mpi.process import guard
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
+    """Run the command and return its exit status."""
     return guard.run_guarded(lambda: _main(argv))
 
 

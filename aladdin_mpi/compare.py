@@ -1,4 +1,4 @@
-"""``python -m aladdin_mpi.compare``: several algorithms under equal conditions, and a report."""
+"""``python -m aladdin_mpi.compare``: compare algorithms under equal conditions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from aladdin_mpi.process.guard import TerminatedError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status: 1 if a run failed."""
+    """Run the command and return its exit status: 1 if a run failed."""
     try:
         from aladdin_mpi.comparison.options import read_request
 

@@ -1,4 +1,4 @@
-"""The errors of the package, and what is said of them."""
+"""Exceptions of the package."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ SUSPENDED_STATUS = os.EX_TEMPFAIL
 
 
 class UserError(Exception):
-    """What was asked for cannot be done as asked.
+    """Invalid input by the user: options, arguments, data or environment.
 
-    The message names the argument, what was expected, what came and the remedy.
+    The message names the argument, the expected and the actual value, and the remedy.
     The commands print it once, without a traceback, and exit with status 2.
-    ``agreed``: every rank knows that the run ends here, and ends by itself.
+    ``agreed``: every rank knows that the run ends, and ends by itself.
     """
 
     def __init__(self, message: str, agreed: bool = False) -> None:
@@ -22,22 +22,22 @@ class UserError(Exception):
 
 
 class LostError(Exception):
-    """The job cannot go on, because a rank has failed. The message says which and why."""
+    """The job cannot continue because a rank has failed. The message names the rank."""
 
 
 class ExcludedError(Exception):
-    """This rank has to leave the run, which goes on without it. The message says why."""
+    """This rank was excluded from the run, which continues. The message gives the reason."""
 
 
 class RefusedError(Exception):
-    """The run is refused, and another rank says why."""
+    """The run is refused, and another rank reports the reason."""
 
 
 class ClosedError(UserError):
-    """Another rank has closed the run: see :meth:`aladdin_mpi.DataParallel.close`.
+    """Another rank has closed the run by :meth:`aladdin_mpi.DataParallel.close`.
 
     Attributes:
-        rank: that rank.
+        rank: the rank that closed the run.
     """
 
     def __init__(self, rank: int) -> None:
@@ -52,8 +52,8 @@ class ClosedError(UserError):
 class SuspendedError(SystemExit):
     """A signal has ended the run, which is saved and can be resumed.
 
-    Raised on every rank. As every ``SystemExit`` it ends the program, without a traceback,
-    with its status: :data:`SUSPENDED_STATUS`.
+    Raised on every rank. Like every ``SystemExit``, it ends the program without a traceback. The
+    exit status is :data:`SUSPENDED_STATUS`.
     """
 
     def __init__(self) -> None:
@@ -61,13 +61,13 @@ class SuspendedError(SystemExit):
 
 
 class TransportError(RuntimeError):
-    """Communication failed in a way that the program cannot mend."""
+    """Communication failed, and the program cannot recover."""
 
 
 class PeerFailedError(TransportError):
-    """The rank at the other end of an operation has died.
+    """The peer of an operation has failed.
 
-    ``rank`` is the dead rank; the message names its host.
+    ``rank`` is the failed rank; the message names its host.
     """
 
     def __init__(self, rank: int, host: str) -> None:
@@ -80,14 +80,14 @@ class WaitTimeoutError(TransportError):
 
 
 def system_error(error: BaseException | None) -> OSError | None:
-    """The OSError that an error is, or that led to it: torch tells one as a RuntimeError."""
+    """Return the OSError behind an error, if any: torch reports some as a RuntimeError."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
 
 
 def combined(problems: list[str | None], size: int) -> str:
-    """Return one message for the problems of all ranks, by rank; empty if there are none."""
+    """Return one message for the problems of all ranks, by rank; empty if no rank has one."""
     places: dict[str, list[int]] = {}
     for rank, problem in enumerate(problems):
         if problem is not None:

@@ -1,4 +1,4 @@
-"""``python -m aladdin_mpi.probe``: a cluster, described or measured, as a file for simulations."""
+"""``python -m aladdin_mpi.probe``: describe or measure a cluster for simulations."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from aladdin_mpi.probing.options import ProbeOptions
 from aladdin_mpi.process import guard, startup
 
 PATIENCE = 60.0
-"""Seconds that a rank waits for another one beside those that measuring takes."""
+"""Seconds that a rank waits for another one, in addition to the time for measurements."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
+    """Run the command and return its exit status."""
     return guard.run_guarded(lambda: _main(argv))
 
 
@@ -40,7 +40,7 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _measure(given: ProbeOptions | UserError) -> int:
-    """Measure over MPI, or agree with the other ranks on what is wrong."""
+    """Measure over MPI, or report invalid options together with the other ranks."""
     seconds = 0.0 if isinstance(given, UserError) else given.seconds
     startup.expect(startup.MPI_STARTS, PATIENCE + seconds)
     from aladdin_mpi.run.early import agree_early  # starts MPI, before torch is loaded

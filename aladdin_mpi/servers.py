@@ -1,4 +1,4 @@
-"""``python -m aladdin_mpi.servers``: how many ranks of a run are servers; for batch scripts."""
+"""``python -m aladdin_mpi.servers``: print a run's number of servers, for batch scripts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import find_algorithm
 
-ABOUT = "Say how many ranks of a run with these options of aladdin_mpi.train are servers."
+ABOUT = "Print the number of server ranks that aladdin_mpi.train uses with these options."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print how many servers a run with these options has; returns the exit status."""
+    """Print the number of servers and return the exit status."""
     try:
         from aladdin_mpi.options.run import TrainOptions, parse
 

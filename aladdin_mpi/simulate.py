@@ -1,4 +1,4 @@
-"""``python -m aladdin_mpi.simulate``: the same training in virtual time, in one process."""
+"""``python -m aladdin_mpi.simulate``: simulate training on a cluster, in one process."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from aladdin_mpi.process import console, guard
 
 PROG = "aladdin_mpi.simulate"
 DESCRIPTION = (
-    "Train, or only time, a model with data parallelism on a modelled cluster in virtual time. "
-    "All figures of time are virtual; the same seed gives the same bytes. With a script of your "
-    "own first, python -m aladdin_mpi.simulate SCRIPT.py [options] [-- its arguments], its "
-    "DataParallel is simulated, and options go over those in the script."
+    "Simulate data-parallel training of a model on a modelled cluster, or only its timing. All "
+    "reported times are virtual; the same seed gives identical results. To simulate your script's "
+    "DataParallel, run python -m aladdin_mpi.simulate SCRIPT.py [options] [-- arguments of the "
+    "script]. Options on the command line override those in the script."
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
+    """Run the command and return its exit status."""
     return guard.run_guarded(lambda: _main(argv))
 
 
@@ -31,13 +31,13 @@ def _main(argv: Sequence[str] | None) -> int:
     typed = words[int(is_script) : cut]
     request = read_request(SimulateOptions, typed, PROG, DESCRIPTION, follows=not is_script)
     if not request.setting("quiet"):
-        console.say("aladdin_mpi: starting, in virtual time")
+        console.say("aladdin_mpi: starting the simulation")
     if is_script:
         from aladdin_mpi.run.script import simulate_script
 
         simulate_script(Path(words[0]), words[cut + 1 :], request.given)
         return 0
-    _ = request.options  # wrong ones are refused before the slow imports
+    _ = request.options  # report invalid ones before the slow imports
 
     from aladdin_mpi.run.resumption import decide, follow
     from aladdin_mpi.run.trainer import simulate

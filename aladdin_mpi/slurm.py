@@ -1,4 +1,4 @@
-"""``python -m aladdin_mpi.slurm init``: the batch scripts for Slurm, written to a folder."""
+"""``python -m aladdin_mpi.slurm init``: write the batch scripts for Slurm to a folder."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from aladdin_mpi.errors import UserError
 from aladdin_mpi.process.files import write_whole
 
 FOLDER = Path("slurm")
-"""Where the scripts look for each other, unless ALADDIN_SLURM names another folder."""
+"""Folder in which the scripts find each other, unless ALADDIN_SLURM names another one."""
 
 
 SOURCE = Path(__file__).parent / "slurm_scripts"
-"""A link to ``slurm/`` in a checkout, a folder of its own where the package is installed."""
+"""A link to ``slurm/`` in a checkout, a folder in an installed package."""
 
 
 def scripts() -> dict[str, bytes]:
-    """The content of every script, by its path inside the folder, such as ``sites/lumi.sh``."""
+    """Return the content of every script by its path in the folder, such as ``sites/lumi.sh``."""
     files = sorted(path for path in SOURCE.rglob("*.s[bh]*") if path.is_file())
     return {path.relative_to(SOURCE).as_posix(): path.read_bytes() for path in files}
 
 
 def write_scripts(folder: Path, replace: bool = False) -> list[Path]:
-    """Write the scripts into ``folder``, which is made if need be.
+    """Write the scripts into ``folder``, and create it if necessary.
 
     Args:
-        folder: where to; files of other names in it are left alone.
-        replace: also write over files that are there and differ.
+        folder: the target; files with other names in it are not touched.
+        replace: overwrite existing files that differ.
 
     Returns:
-        The files that were written; those that were there already and are the same are not.
+        The files that were written, without those that were identical already.
 
     Raises:
-        UserError: without ``replace``, a file is there and differs, and nothing was written; or
-            the folder cannot be written.
+        UserError: without ``replace``, an existing file differs, and nothing was written; or the
+            folder cannot be written.
     """
     try:
         missing = {
@@ -68,14 +68,14 @@ def _holds(path: Path, content: bytes) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
-    asked = _parser().parse_args(argv)
+    """Run the command and return its exit status."""
+    arguments = _parser().parse_args(argv)
     try:
-        written = write_scripts(asked.folder, replace=asked.force)
+        written = write_scripts(arguments.folder, replace=arguments.force)
     except UserError as error:
         print(f"aladdin_mpi: error: {error}", file=sys.stderr)
         return 2
-    _tell(asked.folder, written)
+    _report(arguments.folder, written)
     return 0
 
 
@@ -91,24 +91,22 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         default=FOLDER,
         metavar="FOLDER",
-        help=f"where to (default: {FOLDER})",
+        help=f"target folder (default: {FOLDER})",
     )
-    init.add_argument(
-        "--force", action="store_true", help="replace files that are there and differ"
-    )
+    init.add_argument("--force", action="store_true", help="overwrite existing files that differ")
     return parser
 
 
-def _tell(folder: Path, written: Sequence[Path]) -> None:
+def _report(folder: Path, written: Sequence[Path]) -> None:
     for path in written:
         print(f"wrote {path}")
     if not written:
-        print(f"{folder} has all of them already")
-    # A job knows the folder that it was submitted from, but not that of its script.
+        print(f"{folder} is up to date")
+    # A job knows the folder from which it was submitted, but not the one of its script.
     by_name = folder.resolve() == FOLDER.resolve()
     setting = "" if by_name else f"ALADDIN_SLURM={shlex.quote(str(folder.resolve()))} "
     script = shlex.quote(str(folder / "train.sbatch"))
-    print(f"Set nodes, GPUs and time in {folder}/train.sbatch, or give them to sbatch. Then:")
+    print(f"Set nodes, GPUs and time in {folder}/train.sbatch or pass them to sbatch, then run:")
     print(f"    {setting}sbatch {script} --algorithm aladdin --epochs 5")
 
 

@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.run import RunRequest, TrainOptions, read_request, warnings
 from aladdin_mpi.process import console, guard, startup
 
 REFUSED_SECONDS = 60.0
-"""Longest wait for the other ranks when this one has nothing but an error to tell."""
+"""Longest wait for the other ranks if this one only has an error to report."""
 DESCRIPTION = "Train a model with data parallelism over MPI."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
+    """Run the command and return its exit status."""
     startup.begin(startup.typed_limit(sys.argv[1:] if argv is None else argv))
     return guard.run_guarded(lambda: _main(argv))
 
 
 def _main(argv: Sequence[str] | None) -> int:
     guard.note_suspend_signals()  # before the slow imports
-    asked = _read(argv)
-    startup.expect(startup.MPI_STARTS, _limit(asked))
+    request_or_error = _read(argv)
+    startup.expect(startup.MPI_STARTS, _limit(request_or_error))
 
     from aladdin_mpi.run.early import agree_early, checked  # starts MPI, which comes before torch
 
-    request = agree_early(asked, checked)
+    request = agree_early(request_or_error, checked)
 
     from aladdin_mpi.transport.mpi.engine import MpiTransport
 
@@ -45,12 +46,12 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _read(argv: Sequence[str] | None) -> RunRequest[TrainOptions] | UserError:
-    """What is asked for, or what is wrong with it.
+    """Return the request, or the error in it if other ranks have to learn of it.
 
-    Before MPI starts, so that --help works where MPI does not.
+    This comes before MPI starts, so that --help works without MPI.
 
     Raises:
-        UserError: something is, and there is no other rank to agree with.
+        UserError: the options are invalid, and there is only one rank.
     """
     rank, size = guard.launched_place()
     try:
@@ -65,12 +66,12 @@ def _read(argv: Sequence[str] | None) -> RunRequest[TrainOptions] | UserError:
     return request
 
 
-def _limit(asked: RunRequest[TrainOptions] | UserError) -> float:
-    """Longest wait for another rank in seconds, as far as it is known before MPI starts."""
-    try:
-        return REFUSED_SECONDS if isinstance(asked, UserError) else float(asked.setting("timeout"))
-    except (TypeError, ValueError):
-        return REFUSED_SECONDS  # it will be refused
+def _limit(request: RunRequest[TrainOptions] | UserError) -> float:
+    """Return the longest wait for another rank, in seconds, before the options are checked."""
+    with suppress(TypeError, ValueError):  # an option that will be refused
+        if not isinstance(request, UserError):
+            return float(request.setting("timeout"))
+    return REFUSED_SECONDS
 
 
 if __name__ == "__main__":

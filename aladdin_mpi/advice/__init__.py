@@ -1,1 +1,1 @@
-"""What to run on a cluster: every algorithm in virtual time, compared and explained."""
+"""Recommendations for a cluster, from simulations of every algorithm."""

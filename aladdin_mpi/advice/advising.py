@@ -1,4 +1,4 @@
-"""The command: search the best candidate, try changes, and print the advice."""
+"""The command: search for the best candidate, try changes, and print the advice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aladdin_mpi.advice.candidate_search import SHORT, CandidateResult, Candidat
 from aladdin_mpi.advice.candidates import Candidate, ClusterTraits
 from aladdin_mpi.advice.learning import SampleEfficiency
 from aladdin_mpi.advice.options import AdviceRequest, AdviseOptions, Change, grown
-from aladdin_mpi.advice.report import Advice, Scaling, as_data, draw, in_words
+from aladdin_mpi.advice.report import Advice, Scaling, as_data, as_text, draw
 from aladdin_mpi.comparison.figures import markdown, plain
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.process import console, extras, files
@@ -23,69 +23,70 @@ SHOWN = 12
 """Rows of the table on a terminal."""
 
 
-RELIEVED = "relieved"
+RELIEF = "without bottleneck"
 SCALED = 3
-"""Algorithms that are tried with other numbers of workers."""
+"""Number of algorithms that are also timed with other numbers of workers."""
 
 
 def advise(request: AdviceRequest) -> Advice:
-    """Carry a request out, and print the advice.
+    """Carry out a request, and print the advice.
 
     Raises:
-        UserError: the model or the data are unknown, the folder is in use, or nothing could be run.
+        UserError: unknown model or data, a folder in use, or no time for a single simulation.
     """
     _check_free(request.options)
     megabytes = _megabytes(request)
     on = candidates.ground(request, megabytes)
     names = candidates.names(request.options.algorithms, on.workers)
-    tell = _progress(request)
-    pilot = learning.pilot(request, names, tell) if request.options.pilot else None
-    race = CandidateSearch(request, on, f"size:{megabytes:.6g}", _share(request, on, pilot), tell)
-    entries = race.run(names)
+    report_progress = _progress(request)
+    pilot = learning.pilot(request, names, report_progress) if request.options.pilot else None
+    efficiency = _sample_efficiency(request, on, pilot)
+    search = CandidateSearch(request, on, f"size:{megabytes:.6g}", efficiency, report_progress)
+    entries = search.run(names)
     if entries[0].timed is None:
         raise UserError(
             f"--seconds {request.seconds(on.workers):g} is too short for one simulated run. "
             "Increase --seconds, or name fewer --algorithms."
         )
-    tried = _try_changes(request, race, entries[0], on)
-    scaling = _scaling(request, race, entries, on) if request.options.out is not None else {}
-    advice = Advice(request, on, entries, *tried, scaling, race.part)
-    tell("", 0, 0)
-    _give(advice)
+    tried = _try_changes(request, search, entries[0], on)
+    scaling = _scaling(request, search, entries, on) if request.options.out is not None else {}
+    advice = Advice(request, on, entries, *tried, scaling, search.part)
+    report_progress("", 0, 0)
+    _output(advice)
     return advice
 
 
 def _check_free(options: AdviseOptions) -> None:
-    """Raise UserError if there is advice in the folder already."""
+    """Raise UserError if the folder contains advice already."""
     if options.out is None or options.overwrite:
         return
-    there = [name for name in (TEXT, DATA, PICTURE) if (options.out / name).exists()]
-    if there:
+    existing = [name for name in (TEXT, DATA, PICTURE) if (options.out / name).exists()]
+    if existing:
         raise UserError(
-            f"--out {options.out}: expected a folder without advice, got one with {there[0]}; "
+            f"--out {options.out}: expected a folder without advice, got one with {existing[0]}; "
             "choose another, or add --overwrite"
         )
 
 
-def _give(advice: Advice) -> None:
-    """Print the advice, and write it if that is asked for."""
-    print(in_words(advice, plain, SHOWN))
+def _output(advice: Advice) -> None:
+    """Print the advice, and write it to ``--out`` if given."""
+    print(as_text(advice, plain, SHOWN))
     out = advice.request.options.out
     if out is None:
         return
     out.mkdir(parents=True, exist_ok=True)
-    write_whole(out / TEXT, f"# Advice\n\n{in_words(advice, markdown, len(advice.entries))}\n")
+    write_whole(out / TEXT, f"# Advice\n\n{as_text(advice, markdown, len(advice.entries))}\n")
     write_whole(out / DATA, files.written(as_data(advice), indent=2) + "\n")
     if extras.missing("matplotlib"):
-        console.say(f"no picture: {extras.command(['matplotlib'])} for it", sys.stderr)
+        console.say(f"no {PICTURE}; to get it, {extras.command(['matplotlib'])}", sys.stderr)
     else:
         draw(advice, out / PICTURE)
-    print(f"\nwritten to {out}")
+    print(f"\nadvice written to {out}")
 
 
 def _megabytes(request: AdviceRequest) -> float:
-    """The size of the model's trainable parameters in fp32."""
-    # Here, since torch takes a second that a mistake in the options should not.
+    """Return the size of the model's trainable parameters in fp32, in MB."""
+    # Imported here because torch takes a second, and invalid options are reported before.
     import torch
 
     from aladdin_mpi.data.datasets import describe_set
@@ -102,12 +103,12 @@ def _megabytes(request: AdviceRequest) -> float:
     return sum(p.numel() for p in module.parameters() if p.requires_grad) * 4e-6
 
 
-def _share(
+def _sample_efficiency(
     request: AdviceRequest, on: ClusterTraits, pilot: Mapping[str, SampleEfficiency] | None
 ) -> Callable[[Candidate], SampleEfficiency]:
-    """The sample efficiency of a candidate."""
+    """Return the function that gives a candidate's sample efficiency."""
 
-    def share(candidate: Candidate) -> SampleEfficiency:
+    def efficiency(candidate: Candidate) -> SampleEfficiency:
         if request.options.target == "time":
             return SampleEfficiency(1.0)
         if pilot is not None:
@@ -115,24 +116,24 @@ def _share(
         workers = on.hosts if candidate.has_nodes else on.workers
         return learning.measured(candidate.algorithm, workers)
 
-    return share
+    return efficiency
 
 
 def _try_changes(
-    request: AdviceRequest, race: CandidateSearch, best: CandidateResult, on: ClusterTraits
+    request: AdviceRequest, search: CandidateSearch, best: CandidateResult, on: ClusterTraits
 ) -> tuple[bottleneck.Bottleneck, float | None, list[tuple[Change, float | None, str]]]:
-    """The bottleneck, what its relief would bring, and each change of ``--what-if``."""
+    """Return the bottleneck, samples/s after removing it, and the effect of each change."""
     assert best.timed is not None
-    base = race.options(best.candidate, 1)
-    found = bottleneck.find(best.candidate, best.timed, on, base)
-    asked = {RELIEVED: (best.candidate, request.on(found.relief))} if found.relief else {}
+    base = search.options(best.candidate, 1)
+    limit = bottleneck.find(best.candidate, best.timed, on, base)
+    trials = {RELIEF: (best.candidate, request.on(limit.relief))} if limit.relief else {}
     notes = {}
     for change in request.changes:
         candidate, changed, notes[change.text] = _changed(change, best.candidate, request, base, on)
-        asked[change.text] = candidate, changed
-    rates = race.try_out(asked, growth=best.growth) if asked else {}
+        trials[change.text] = candidate, changed
+    rates = search.try_out(trials, growth=best.growth) if trials else {}
     tried = [(change, rates.get(change.text), notes[change.text]) for change in request.changes]
-    return found, rates.get(RELIEVED), tried
+    return limit, rates.get(RELIEF), tried
 
 
 def _changed(
@@ -153,37 +154,37 @@ def _changed(
 
 def _scaling(
     request: AdviceRequest,
-    race: CandidateSearch,
+    search: CandidateSearch,
     entries: Sequence[CandidateResult],
     on: ClusterTraits,
 ) -> Scaling:
-    """The best of each of the first algorithms with other numbers of workers."""
-    base = race.options(entries[0].candidate, 1)
+    """Return the speedups of the best algorithms with other numbers of workers."""
+    base = search.options(entries[0].candidate, 1)
     chosen: dict[str, CandidateResult] = {}
     for entry in entries:
         if entry.timed is not None and len(chosen) < SCALED:
             chosen.setdefault(entry.candidate.algorithm, entry)
-    asked, points = {}, {}
+    trials, points = {}, {}
     for workers in sorted({max(2, on.workers // 4), max(2, on.workers // 2), 2 * on.workers}):
         for entry in chosen.values():
             change = Change("", {}, workers=workers)
             candidate, changed, _ = _changed(change, entry.candidate, request, base, on)
             name = f"{entry.candidate.describe()} {workers}"
             points[name] = entry, workers, candidates.ground(changed, on.megabytes).ideal
-            asked[name] = candidate, changed
+            trials[name] = candidate, changed
     unit = on.step / request.options.batch_size
-    found: Scaling = {
+    scaling: Scaling = {
         entry.candidate.describe(): [(on.workers, entry.rate * unit, on.ideal)]
         for entry in chosen.values()
     }
-    for name, rate in race.try_out(asked, SHORT).items():
+    for name, rate in search.try_out(trials, SHORT).items():
         entry, workers, ideal = points[name]
-        found[entry.candidate.describe()].append((workers, rate * unit, ideal))
-    return {name: sorted(each) for name, each in found.items()}
+        scaling[entry.candidate.describe()].append((workers, rate * unit, ideal))
+    return {name: sorted(each) for name, each in scaling.items()}
 
 
 def _progress(request: AdviceRequest) -> Callable[[str, int, int], None]:
-    """A bar on a terminal; nothing elsewhere, or if that is asked for."""
+    """Return a function that updates a progress bar, which is shown on a terminal unless quiet."""
     from tqdm import tqdm
 
     bar: Any = tqdm(
@@ -194,12 +195,12 @@ def _progress(request: AdviceRequest) -> Callable[[str, int, int], None]:
         disable=request.options.quiet or None,  # None: unless it is a terminal
     )
 
-    def tell(what: str, done: int, asked: int) -> None:
-        if not asked:
+    def update(name: str, completed: int, total: int) -> None:
+        if not total:
             bar.close()
             return
-        bar.total, bar.n = asked, done
-        bar.set_description_str(f"{done} of {asked} virtual runs")
-        bar.set_postfix_str(what[:40])
+        bar.total, bar.n = total, completed
+        bar.set_description_str(f"{completed} of {total} simulations")
+        bar.set_postfix_str(name[:40])
 
-    return tell
+    return update

@@ -1,4 +1,4 @@
-"""The bottleneck of a run, in words, and the change that would show it."""
+"""The bottleneck of a run, its description, and the change that would remove it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from aladdin_mpi.options.algorithms import ALGORITHMS
 from aladdin_mpi.process.console import percent
 
 REACHED = 0.97
-"""Share of the ideal from which nothing holds a run up."""
+"""Share of the ideal speedup above which a run has no bottleneck but computation."""
 AMONG = 0.9
-"""Links that have so much of the busiest one's share are named with it."""
+"""Links with at least this fraction of the busiest link's load are named with it."""
 Kind = Literal["links", "slowest", "waiting", "computing"]
 
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """What decides how fast a run is.
+    """The limit on a run's throughput.
 
     Attributes:
-        relief: fields of a simulation's options with twice of what there is too little of; none
-            if there is nothing to double.
-        change: that change in words.
+        text: its description.
+        relief: fields of a simulation's options that double the scarce resource; empty if no
+            resource is scarce.
+        change: description of that change.
     """
 
     kind: Kind
@@ -35,23 +36,34 @@ class Bottleneck:
     change: str
 
 
-def find(candidate: Candidate, timed: TimedRun, on: ClusterTraits, options: Any) -> Bottleneck:
-    """The bottleneck of a timed run with ``options``."""
-    is_full = bool(timed.links) and timed.links[0].used >= FULL
-    if timed.rate * on.step >= REACHED * on.ideal * options.batch_size:
-        text = "nothing: workers compute all the time"
-        if is_full:  # by what sends as much as there is room for
-            text += f", though the link of host {timed.links[0].host} has no room for more"
-        return Bottleneck("computing", text, {}, "")
-    if is_full:
-        return _links(timed.links, candidate, options)
+def classify(
+    candidate: Candidate, timed: TimedRun, on: ClusterTraits, batch_size: int
+) -> tuple[Kind, str]:
+    """Return the kind of a timed run's bottleneck, and a short label for a table."""
+    if timed.rate * on.step >= REACHED * on.ideal * batch_size:
+        return "computing", "computation"
+    if timed.load >= FULL:
+        return "links", f"network, {percent(timed.load)}"
     waits = ALGORITHMS[candidate.algorithm].lockstep or candidate.has_nodes
     if waits and max(on.slowdowns) > 1 + NOTED:
-        return _slowest(on)
+        return "slowest", "slowest worker"
     if timed.waiting > NOTED:
+        return "waiting", f"waiting, {percent(timed.waiting)}"
+    return "computing", "computation"
+
+
+def find(candidate: Candidate, timed: TimedRun, on: ClusterTraits, options: Any) -> Bottleneck:
+    """Return the bottleneck of a timed run with ``options``."""
+    kind, _ = classify(candidate, timed, on, options.batch_size)
+    if kind == "links":
+        return _links(timed.links, candidate, options)
+    if kind == "slowest":
+        return _slowest(on)
+    if kind == "waiting":
         return _waiting(timed, options)
-    computing = percent(1 - timed.waiting)
-    text = f"workers compute {computing} of the time, and nothing holds them up"
+    text = f"computation; workers compute {percent(1 - timed.waiting)} of the time"
+    if timed.load >= FULL:  # by an algorithm that adapts its messages to the bandwidth
+        text = f"computation, although the link of host {timed.links[0].host} has no headroom"
     return Bottleneck("computing", text, {}, "")
 
 
@@ -60,16 +72,16 @@ def _links(links: Sequence[LinkUse], candidate: Candidate, options: Any) -> Bott
     full = [link for link in links if link.used >= AMONG * most]
     hosts = sorted({link.host for link in full})
     is_both = len({link.way for link in full}) == 2
-    way = "both ways" if is_both else {"in": "inwards", "out": "outwards"}[links[0].way]
+    way = "in both directions" if is_both else {"in": "inbound", "out": "outbound"}[links[0].way]
     cluster = options.cluster
-    everyone = len(hosts) == cluster.hosts
-    names = "all hosts" if everyone else _names(hosts)
-    which = f"link of {names} is" if names == f"host {hosts[0]}" else f"links of {names} are"
-    text = f"the {which} full {way}, {percent(most)} of the time"
-    if candidate.servers and hosts == [0] and not everyone:
-        text += ", where the servers are"
+    are_all = len(hosts) == cluster.hosts
+    names = "all hosts" if are_all else _names(hosts)
+    subject = f"the links of {names} are" if len(hosts) > 1 else f"the link of {names} is"
+    text = f"{subject} saturated {way} (busy {percent(most)} of the time)"
+    if candidate.servers and hosts == [0] and not are_all:
+        text += ", as all servers are there"
     relief: dict[str, Any] = {"cluster.bandwidth_gbit": 2 * cluster.bandwidth_gbit}
-    if cluster.links or not everyone:
+    if cluster.links or not are_all:
         doubled = {host: 2 * cluster.link_gbit(host) for host in hosts}
         relief = {"cluster.links": {**cluster.links, **doubled}}
     return Bottleneck("links", text, relief, f"twice the bandwidth of {names}")
@@ -85,18 +97,18 @@ def _names(hosts: Sequence[int]) -> str:
 def _slowest(on: ClusterTraits) -> Bottleneck:
     slowest = max(on.slowdowns)
     workers = [worker for worker, slow in enumerate(on.slowdowns) if slow == slowest]
-    who, sets = f"worker {workers[0]}", "sets"
+    names, verb = f"worker {workers[0]}", "limits"
     if len(workers) > 1:
-        who, sets = f"workers {workers[0]} to {workers[-1]}", "set"
-    text = f"{who}, {slowest:g} times slower, {sets} the pace of all"
+        names, verb = f"workers {workers[0]} to {workers[-1]}", "limit"
+    text = f"{names}, slower by a factor of {slowest:g}, {verb} all workers"
     even = {worker: slow for worker, slow in enumerate(on.slowdowns) if 1 < slow < slowest}
-    return Bottleneck("slowest", text, {"slowdown": even}, f"{who} as fast as the others")
+    return Bottleneck("slowest", text, {"slowdown": even}, f"{names} as fast as the others")
 
 
 def _waiting(timed: TimedRun, options: Any) -> Bottleneck:
     text = f"workers wait {percent(timed.waiting)} of the time for messages"
     if timed.links:
-        text += f", though no link is used more than {percent(timed.links[0].used)} of the time"
+        text += f", although no link is busy for more than {percent(timed.load)} of it"
     relief: dict[str, Any] = {"cluster.bandwidth_gbit": 2 * options.cluster.bandwidth_gbit}
     if options.cluster.links:
         relief["cluster.links"] = {h: 2 * rate for h, rate in options.cluster.links.items()}

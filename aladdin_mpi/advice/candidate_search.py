@@ -1,4 +1,4 @@
-"""Timed runs of the candidates, on all cores: short ones first, long ones of the best."""
+"""Search for the best candidate by timed simulations on all cores: short ones, then long ones."""
 
 from __future__ import annotations
 
@@ -31,44 +31,45 @@ from aladdin_mpi.advice.timed_run import Processes, TimedRun
 from aladdin_mpi.options.run import SimulateOptions
 
 SHORT, LONG = 10, 30
-"""Steps of every worker in a first and in a last run."""
+"""Steps of every worker in the first and the last runs."""
 CHECK = 5
-"""Steps of every worker in a run on the whole cluster, where a smaller one stands for it."""
+"""Steps of every worker in a check on the whole cluster, if a smaller one represents it."""
 CHECKED = 3
-"""Of those that are first, how many are run on the whole cluster."""
+"""Number of best candidates that are checked on the whole cluster."""
 FIRST_ROUNDS = 0.6
-"""Share of the time in which runs on the smaller cluster have to end."""
+"""Share of the time budget for runs on the smaller cluster."""
 AFTER = 100.0
-"""Seconds at most, behind the others, for trying out changes."""
+"""Longest additional time for trying out changes, in seconds."""
 FINALISTS = 4
 SEEDS = 2
 """Runs of each finalist."""
 NEAR = 0.75
-"""Share of the best from which a first run is followed by variants with fewer servers."""
+"""Share of the best score above which variants with fewer servers are tried."""
 JITTER = 0.01
-"""Of steps, where the cluster does not say: workers with none fall into one rhythm."""
+"""Default jitter of steps: without any, workers would synchronise."""
 FULL = 0.8
-"""Share of its time from which a link is taken to be full: bursts leave gaps."""
+"""Share of time above which a link counts as saturated, as bursts leave gaps."""
 NOTED = 0.05
-"""Share of time from which waiting is worth a word."""
+"""Share of time above which waiting is mentioned."""
 CANNOT_WIN = "cannot win"
 TIE = 0.01
-"""Share by which two candidates may differ and count as equal: then fewer servers are better."""
+"""Relative difference up to which candidates are equal, so that fewer servers win."""
 ERROR = 0.05
 """Largest relative error of simulated time in the network lab (docs/design/measurements.md)."""
 
 
 @dataclass
 class CandidateResult:
-    """A candidate and what is known of it.
+    """A candidate and its runs.
 
     Attributes:
-        bound: samples per second that it cannot be above.
+        bound: upper bound of its samples per second.
+        share: its sample efficiency.
         short: the first run.
-        long: runs that are long enough to be believed.
-        growth: where runs are on a smaller cluster that stands for the whole one: the rate on the
-            whole one, over what it should be by a run as long on the smaller one.
-        why_not: it has not been run, for this reason.
+        long: runs that are long enough to be reliable.
+        growth: correction if a smaller cluster represents the whole one: the rate on the whole
+            one, over the prediction from an equally long run on the smaller one.
+        why_not: reason why it has not been run.
     """
 
     candidate: Candidate
@@ -81,41 +82,39 @@ class CandidateResult:
 
     @property
     def timed(self) -> TimedRun | None:
-        """The best known of its runs."""
+        """The longest of its runs; None if it has not been run."""
         return self.long[0] if self.long else self.short
 
     @property
     def rate(self) -> float:
-        """Samples per second, at most what there can be: lines of metrics fall as they do."""
+        """Samples per second, limited to the bound, which a fit to the metrics may exceed."""
         return min(self.bound, fmean(self._rates)) if self._rates else 0.0
 
     @property
     def score(self) -> float:
-        """What counts: samples per second, by what a sample teaches."""
+        """Effective throughput: samples per second times sample efficiency."""
         return self.rate * self.share.value
 
     @property
     def possible(self) -> float:
-        """The largest score that it may have."""
+        """Upper bound of the score."""
         return self.bound * self.share.value
 
     @property
     def _rates(self) -> list[float]:
-        """Of the runs that count."""
+        """Samples per second of the long runs, or else of the short one."""
         runs = self.long or ([] if self.short is None else [self.short])
         return [each.rate * (self.growth or 1.0) for each in runs]
 
     @property
     def is_strained(self) -> bool:
-        """Whether its links are full, or its workers wait for them."""
+        """Whether its links are saturated, or its workers wait for messages."""
         timed = self.timed
-        if timed is None:
-            return True
-        return timed.waiting > NOTED or (bool(timed.links) and timed.links[0].used >= FULL)
+        return timed is None or timed.waiting > NOTED or timed.load >= FULL
 
     @property
     def between(self) -> tuple[float, float]:
-        """Samples per second, likely: by the runs, and by how far virtual time has been off."""
+        """The expected interval of samples per second, by the runs and the simulation's error."""
         rates = self._rates if self.long else [self.rate]
         error = ERROR if self.long else 2 * ERROR
         return min(rates) * (1 - error), min(self.bound, max(rates) * (1 + error))
@@ -126,13 +125,13 @@ Futures = dict[TimedFuture, CandidateResult]
 
 
 class CandidateSearch:
-    """Finds the best candidate.
+    """Search for the best candidate.
 
     Args:
-        ground: the request's.
-        model: a model's name for timed runs.
-        share: what a sample teaches with a candidate; 1 where that does not count.
-        tell: called with a few words when something has been done, and what is left to do.
+        ground: traits of the request's cluster.
+        model: name of the model for timed runs.
+        share: returns a candidate's sample efficiency; 1 if only time matters.
+        report_progress: called with a description, and the numbers of completed and of all runs.
     """
 
     def __init__(
@@ -141,34 +140,34 @@ class CandidateSearch:
         ground: ClusterTraits,
         model: str,
         share: Callable[[Candidate], SampleEfficiency],
-        tell: Callable[[str, int, int], None],
+        report_progress: Callable[[str, int, int], None],
     ) -> None:
         self._request = request
         self._ground = ground
         self._model = model
         self._share = share
-        self._tell = tell
+        self._report_progress = report_progress
         self._smaller = smaller(request, ground)
         seconds = request.seconds(ground.workers)
         self._last = time.monotonic() + seconds
         self._end = self._last - (0 if self._smaller is None else (1 - FIRST_ROUNDS) * seconds)
         self._after = self._last + min(seconds / 2, AFTER)
         self._unit = request.options.batch_size / ground.step
-        self._done = self._asked = 0
+        self._completed = self._submitted = 0
         self._scale: dict[TimedFuture, Callable[[TimedRun], TimedRun]] = {}
-        """For runs on a smaller cluster: their figures on the whole one."""
+        """Conversions of runs on a smaller cluster to the whole one."""
         self.entries: list[CandidateResult] = []
 
     @property
     def part(self) -> ClusterTraits | None:
-        """The smaller cluster on which runs are; None: they are on the whole one."""
+        """The smaller cluster of the runs; None if they are on the whole one."""
         return None if self._smaller is None else self._smaller.ground
 
     # -- runs ---------------------------------------------------------------------------
     def options(
         self, candidate: Candidate, steps: int, seed: int = 0, small: ReducedCluster | None = None
     ) -> SimulateOptions:
-        """Of a timed run of ``candidate``, ``steps`` of each worker long, on ``small`` or all."""
+        """Return the options of a timed run of ``steps`` steps per worker, on ``small`` or all."""
         request, on = (small.request, small.ground) if small else (self._request, self._ground)
         batch, workers = request.options.batch_size, on.workers
         jitter = {} if ("jitter",) in request.cluster else {"jitter": JITTER}
@@ -194,8 +193,8 @@ class CandidateSearch:
         seed: int = 0,
         whole: bool = False,
     ) -> TimedFuture:
-        """A run, on the smaller cluster if there is one; ``whole``: on the whole one anyway."""
-        self._asked += 1
+        """Submit a run on the smaller cluster, if any; on the whole one if ``whole``."""
+        self._submitted += 1
         candidate, small = entry.candidate, self._smaller
         part = None if small is None or whole else small.candidate(candidate)
         if small is None or part is None:
@@ -208,35 +207,35 @@ class CandidateSearch:
         return future
 
     def _results(self, futures: Futures) -> Iterator[tuple[TimedFuture, TimedRun]]:
-        """As they come, until the time is over; what is left then is given up."""
-        left = set(futures)
-        while left and (seconds := self._end - time.monotonic()) > 0:
-            done, left = wait(left, timeout=seconds, return_when=FIRST_COMPLETED)
-            for future in done:
+        """Yield results as they arrive, until the time is over; cancel the remaining runs."""
+        pending = set(futures)
+        while pending and (seconds := self._end - time.monotonic()) > 0:
+            completed, pending = wait(pending, timeout=seconds, return_when=FIRST_COMPLETED)
+            for future in completed:
                 if future.cancelled():
                     continue
-                self._done += 1
-                entry, found = futures[future], future.result()
-                if isinstance(found, str):
-                    entry.why_not = found
+                self._completed += 1
+                entry, result = futures[future], future.result()
+                if isinstance(result, str):
+                    entry.why_not = result
                 else:
-                    yield future, self._scale[future](found) if future in self._scale else found
-                self._tell(entry.candidate.describe(), self._done, self._asked)
-        for future in left:
+                    yield future, self._scale[future](result) if future in self._scale else result
+                self._report_progress(entry.candidate.describe(), self._completed, self._submitted)
+        for future in pending:
             future.cancel()
             if not futures[future].why_not and futures[future].timed is None:
                 futures[future].why_not = "no time"
 
     # -- rounds ---------------------------------------------------------------------------
     def run(self, names: Sequence[str]) -> list[CandidateResult]:
-        """All candidates that have been tried, the best first."""
+        """Run the search and return all candidates, the best first."""
         with closing(Processes(self._request.jobs)) as pool:
             self._first([plain(name, self._ground) for name in names], pool)
             self._second(pool)
             self._third(pool)
         if self._smaller is not None:
             self._end = self._last
-            with closing(Processes(self._request.jobs)) as pool:  # some may be at what is given up
+            with closing(Processes(self._request.jobs)) as pool:  # others may run cancelled calls
                 self._check(self._smaller, pool)
         return self.ranking()
 
@@ -246,7 +245,7 @@ class CandidateSearch:
         return self.entries[-1]
 
     def _first(self, candidates: Iterable[Candidate], pool: Processes) -> None:
-        """Short runs, of those that may be best first; the others as long as they may win."""
+        """Make short runs in the order of the upper bounds; cancel those that cannot win."""
         entries = [self._entry(candidate) for candidate in candidates]
         turns = {name: turn for turn, name in enumerate(EARLY)}
         entries.sort(key=lambda e: (-e.possible, turns.get(e.candidate.algorithm, len(turns))))
@@ -259,12 +258,12 @@ class CandidateSearch:
         best = self.best * (1 - TIE)
         for future, entry in futures.items():
             if entry.candidate != REFERENCE and entry.possible < best and future.cancel():
-                self._asked -= 1
+                self._submitted -= 1
                 entry.why_not = CANNOT_WIN
 
     def _second(self, pool: Processes) -> None:
-        """Other options, where they may win."""
-        found = []
+        """Make short runs of variants that may win."""
+        promising = []
         for entry in self.ranking():
             is_near = entry.score >= NEAR * self.best
             for candidate in variants(entry.candidate.algorithm, self._ground):
@@ -272,11 +271,11 @@ class CandidateSearch:
                 may_win = bound(candidate, self._ground) * self._unit * entry.share.value
                 is_cheap = self._smaller is None or self._smaller.candidate(candidate) is not None
                 if is_cheap and may_win >= self.best * (1 - TIE) and (is_near or not fewer):
-                    found.append(candidate)
-        self._first(found, pool)
+                    promising.append(candidate)
+        self._first(promising, pool)
 
     def _third(self, pool: Processes) -> None:
-        """Long runs of the best, and of synchronous SGD to compare with."""
+        """Make long runs of the best candidates."""
         ranking = [entry for entry in self.ranking() if entry.short is not None]
         finalists = ranking[:FINALISTS]
         futures = {
@@ -288,20 +287,20 @@ class CandidateSearch:
             futures[future].long.append(timed)
 
     def _check(self, small: ReducedCluster, pool: Processes) -> None:
-        """The best on the whole cluster too, for a few steps, as far as there is time for it.
+        """Check the best candidates by short runs on the whole cluster, if time permits.
 
-        And for as many on the smaller one: from a start the rate is another than later. Those that
-        cannot win are worth a line: the main ones before that, the others behind.
+        Equally short runs on the smaller cluster are the reference, as the rate differs at the
+        start of a run. Candidates that cannot win follow, for the table: the main ones first.
         """
         chosen = [entry for entry in self.ranking()[:CHECKED] if self._fits(entry, small)]
         chosen.sort(key=lambda entry: self._cost(entry, small))
-        left = [entry for entry in self.entries if entry.why_not == CANNOT_WIN]
-        left = [entry for entry in left if small.candidate(entry.candidate) is not None]
-        main = [entry for entry in left if entry.candidate.algorithm in EARLY]
+        losers = [entry for entry in self.entries if entry.why_not == CANNOT_WIN]
+        losers = [entry for entry in losers if small.candidate(entry.candidate) is not None]
+        main = [entry for entry in losers if entry.candidate.algorithm in EARLY]
         brief = {self._submit(pool, entry, CHECK): entry for entry in chosen}
         rest = {self._submit(pool, entry, SHORT): entry for entry in main}
         whole = {self._submit(pool, entry, CHECK, whole=True): entry for entry in chosen}
-        rest |= {self._submit(pool, entry, SHORT): entry for entry in left if entry not in main}
+        rest |= {self._submit(pool, entry, SHORT): entry for entry in losers if entry not in main}
         expected: dict[int, float] = {}
         for future, timed in self._results({**brief, **whole, **rest}):
             if future in rest:
@@ -312,64 +311,66 @@ class CandidateSearch:
                 whole[future].growth = timed.rate / rate
 
     def _fits(self, entry: CandidateResult, small: ReducedCluster) -> bool:
-        """Whether a run on the whole cluster will have ended in time."""
+        """Return whether a run on the whole cluster fits into the remaining time."""
         if entry.timed is None or small.candidate(entry.candidate) is None:
             return False
         return self._cost(entry, small) < self._end - time.monotonic()
 
     def _cost(self, entry: CandidateResult, small: ReducedCluster) -> float:
-        """Seconds of a processor that it takes on the whole cluster, about."""
+        """Return the approximate CPU seconds of a check on the whole cluster."""
         assert entry.timed is not None
         steps = LONG if entry.long else SHORT
         return entry.timed.cost * CHECK / steps * small.growth(entry.candidate)
 
-    # -- what is known ------------------------------------------------------------------
+    # -- results ------------------------------------------------------------------------
     @property
     def best(self) -> float:
         """The largest score so far."""
         return max((entry.score for entry in self.entries), default=0.0)
 
     def ranking(self) -> list[CandidateResult]:
-        """The best first; those that have not been run last.
+        """Return the candidates, the best first; those that have not been run come last.
 
-        Of those that are as good as the best the one with the fewest servers is the first, since
-        each takes a core and memory; but not one whose links are full: what adapts to that sends
-        fewer bits and models, from which workers learn less.
+        Among candidates as good as the best, the one with the fewest servers comes first, since
+        each server takes a core and memory. Candidates with saturated links come after the others:
+        an algorithm that adapts to saturation sends fewer bits and models, which slows learning.
         """
-        found = sorted(self.entries, key=lambda entry: (-entry.score, -entry.possible))
-        equal = [entry for entry in found if entry.score >= (1 - TIE) * self.best]
+        ranking = sorted(self.entries, key=lambda entry: (-entry.score, -entry.possible))
+        equal = [entry for entry in ranking if entry.score >= (1 - TIE) * self.best]
         equal.sort(key=lambda e: (e.is_strained, e.candidate.servers, len(e.candidate.options)))
-        return [*equal, *found[len(equal) :]]
+        return [*equal, *ranking[len(equal) :]]
 
     def try_out(
         self,
-        asked: Mapping[str, tuple[Candidate, AdviceRequest]],
+        trials: Mapping[str, tuple[Candidate, AdviceRequest]],
         steps: int = LONG,
         growth: float | None = None,
     ) -> dict[str, float]:
-        """Samples per second of candidates on other clusters, by name; without those too late.
+        """Return samples per second on other clusters, by name, for trials that end in time.
 
         Args:
-            asked: the candidates and the clusters, by name.
+            trials: candidates and clusters, by name.
             steps: of every worker.
             growth: see :class:`CandidateResult`.
         """
         self._end = self._after
-        found: dict[str, float] = {}
+        rates: dict[str, float] = {}
         with closing(Processes(self._request.jobs)) as pool:
             futures: Futures = {}
             names: dict[TimedFuture, str] = {}
-            for name, (candidate, request) in asked.items():
+            for name, (candidate, request) in trials.items():
                 on = ground(request, self._ground.megabytes)
-                changed = CandidateSearch(request, on, self._model, self._share, self._tell)
+                changed = CandidateSearch(
+                    request, on, self._model, self._share, self._report_progress
+                )
                 entry = CandidateResult(candidate, inf, SampleEfficiency(1.0))
-                # How a number of workers scales is not seen with a part of them.
+                # A part of the cluster does not show the effect of the number of workers.
                 whole = on.workers != self._ground.workers
                 future = changed._submit(pool, entry, steps, whole=whole)
-                self._asked += 1
+                self._submitted += 1
                 self._scale |= changed._scale
                 futures[future], names[future] = entry, name
             for future, timed in self._results(futures):
                 grown = growth if growth and future in self._scale else 1.0
-                found[names[future]] = timed.rate * grown
-        return found
+                rates[names[future]] = timed.rate * grown
+        return rates

@@ -1,4 +1,4 @@
-"""What may be run on a cluster: algorithms, with the options that matter for their speed."""
+"""Candidates for a cluster: algorithms with the options that affect their speed."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from aladdin_mpi.options.reader import kebab
 from aladdin_mpi.options.run import SimulateOptions
 
 NOT_ADVISED = ("multistep", "eamsgd")
-"""The first sums parts of layers, of which a size knows nothing; the second is as easgd is."""
+"""multistep sums parts of layers, which a size does not define; eamsgd is as fast as easgd."""
 EARLY = ("aladdin-ahead", "ar-sgd", "sgp", "aladdin", "local-sgd", "bsp")
-"""Of each kind the main ones, which run first if nothing else decides: time may run out."""
+"""Main algorithms of each kind, which run first among equals, as time may run out."""
 BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}
-"""Of a value on the wire."""
+"""Bytes of a value on the wire."""
 CHOOSES_WIRE = ("aladdin-ahead",)
-"""Those that choose the bits of each message themselves."""
+"""Algorithms that choose the precision of each message themselves."""
 SERVERS = 32
-"""Of a first run at most: it takes time in proportion to the servers, and few runs need more; of a
-later one twice as many."""
+"""Most servers of a first run, whose cost is proportional to them; later runs have up to twice as
+many."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Candidate:
     """An algorithm with its options.
 
     Attributes:
-        servers: 0 where it has none.
-        spread: servers are dealt to the hosts, else they are on the first.
+        servers: their number; 0 for an algorithm without servers.
+        spread: whether servers are distributed over the hosts; else all are on the first host.
         options: other fields of the run's options.
     """
 
@@ -44,17 +44,17 @@ class Candidate:
 
     @property
     def words(self) -> list[str]:
-        """The options of aladdin_mpi.train."""
-        found = ["--algorithm", self.algorithm]
+        """The command-line options of aladdin_mpi.train."""
+        words = ["--algorithm", self.algorithm]
         if self.servers:
-            found += ["--servers", str(self.servers)]
+            words += ["--servers", str(self.servers)]
         for name, value in self.options:
-            found += [f"--{kebab(name)}"] if value is True else [f"--{kebab(name)}", str(value)]
-        return found
+            words += [f"--{kebab(name)}"] if value is True else [f"--{kebab(name)}", str(value)]
+        return words
 
     @property
     def key(self) -> str:
-        """The same in one text."""
+        """The command-line options as one string."""
         return " ".join(self.words)
 
     @property
@@ -66,39 +66,44 @@ class Candidate:
 
     @property
     def wire(self) -> str:
-        """The format on the wire that was asked for, if one was."""
+        """The wire format in the options; empty for the default."""
         return str(dict(self.options).get("wire", ""))
 
     @property
     def has_nodes(self) -> bool:
-        """Whether a node is one worker."""
+        """Whether gradients are aggregated per node."""
         return bool(dict(self.options).get("node_sums"))
 
     def describe(self) -> str:
-        """In a few words, for a table."""
-        parts = [self.algorithm]
+        """Return a short description of the algorithm and its options."""
+        return ", ".join(filter(None, [self.algorithm, self.settings]))
+
+    @property
+    def settings(self) -> str:
+        """A short description of the options without the algorithm."""
+        parts = []
         if self.servers:
-            where = "" if self.servers == 1 else " spread" if self.spread else " on a host"
-            parts.append(f"{self.servers} server{'s' * (self.servers > 1)}{where}")
+            place = "" if self.servers == 1 else " spread" if self.spread else " on one host"
+            parts.append(f"{self.servers} server{'s' * (self.servers > 1)}{place}")
         parts += [self.wire] if self.wire else []
-        parts += ["node sums"] if self.has_nodes else []
+        parts += ["per-node aggregation"] if self.has_nodes else []
         return ", ".join(parts)
 
 
 REFERENCE = Candidate("ar-sgd", 0, False)
-"""Timed in any case: what others would run."""
+"""The baseline, which is always timed."""
 
 
 @dataclass(frozen=True)
 class ClusterTraits:
-    """A cluster as far as candidates depend on it.
+    """The properties of a cluster and a model on which candidates depend.
 
     Attributes:
-        slowdowns: of each worker, 1 or more.
-        on_host: the number of workers on each host.
-        links: bytes/s of each host, each way.
-        megabytes: of the model.
-        step: seconds.
+        slowdowns: slowdown factor of each worker, 1 or more.
+        on_host: number of workers on each host.
+        links: bandwidth of each host's link in each direction, in bytes/s.
+        megabytes: size of the model.
+        step: time of a step, in seconds.
     """
 
     slowdowns: Sequence[float]
@@ -109,33 +114,33 @@ class ClusterTraits:
 
     @property
     def hosts(self) -> int:
-        """Their number."""
+        """The number of hosts."""
         return len(self.on_host)
 
     @property
     def workers(self) -> int:
-        """Their number."""
+        """The number of workers."""
         return len(self.slowdowns)
 
     @property
     def ideal(self) -> float:
-        """Speed-up over one worker where nobody waits."""
+        """Ideal speedup over one worker, without any waiting."""
         return sum(1 / slow for slow in self.slowdowns)
 
     @property
     def in_step(self) -> float:
-        """Speed-up where all wait for the slowest."""
+        """Speedup over one worker if all workers wait for the slowest."""
         return self.workers / max(self.slowdowns)
 
     @property
     def node(self) -> int:
-        """Workers on every host, if they are as many and several; else 0."""
+        """Workers per host if hosts are alike and have several; else 0."""
         first = self.on_host[0]
         return first if len(set(self.on_host)) == 1 and first > 1 and self.hosts > 1 else 0
 
 
 def ground(request: AdviceRequest, megabytes: float) -> ClusterTraits:
-    """The traits of the request's cluster, for a model of this size."""
+    """Return the traits of the request's cluster, for a model of this size in MB."""
     options = request.simulated({"compute": "timed"})
     cluster, workers = options.cluster, options.workers
     hosts = [cluster.host_of(worker, workers) for worker in range(workers)]
@@ -150,28 +155,28 @@ def ground(request: AdviceRequest, megabytes: float) -> ClusterTraits:
     )
 
 
-def names(asked: Sequence[str], workers: int) -> list[str]:
-    """The algorithms to try; UserError if one of those asked for is unknown, or none fits."""
-    found = [find_algorithm(name).name for name in asked] or [
+def names(requested: Sequence[str], workers: int) -> list[str]:
+    """Return the algorithms to try; UserError if one is unknown, or none supports ``workers``."""
+    known = [find_algorithm(name).name for name in requested] or [
         name for name in sorted(ALGORITHMS) if name not in NOT_ADVISED
     ]
-    able = [name for name in found if ALGORITHMS[name].least_workers <= workers]
-    if not able:
+    usable = [name for name in known if ALGORITHMS[name].least_workers <= workers]
+    if not usable:
         raise UserError(
             f"--algorithms: expected one that runs with {workers} workers, got "
-            f"{' '.join(found)}; name others"
+            f"{' '.join(known)}; name others"
         )
-    return able
+    return usable
 
 
 def plain(name: str, on: ClusterTraits) -> Candidate:
-    """An algorithm with its defaults, and a server on every host, up to a number."""
+    """Return an algorithm with its defaults and a server on every host, up to :data:`SERVERS`."""
     servers = min(on.hosts, on.workers, SERVERS) if ALGORITHMS[name].has_servers else 0
     return Candidate(name, servers, servers > 1)
 
 
 def variants(name: str, on: ClusterTraits) -> Iterator[Candidate]:
-    """The same with other options, those that may be faster first."""
+    """Yield variants with other options, those that may be faster first."""
     algorithm = ALGORITHMS[name]
     first = plain(name, on)
     for wire in _wires(algorithm):
@@ -189,7 +194,7 @@ def variants(name: str, on: ClusterTraits) -> Iterator[Candidate]:
 
 def _wires(algorithm: Algorithm) -> list[str]:
     if algorithm.auto_wire not in BYTES or algorithm.name in CHOOSES_WIRE:
-        return []  # it finds its own
+        return []  # the algorithm chooses the format
     return ["int8"] * algorithm.quantises + ["bf16"] * algorithm.whole_models
 
 
@@ -199,9 +204,9 @@ def _with(candidate: Candidate, **options: Any) -> Candidate:
 
 
 def bound(candidate: Candidate, on: ClusterTraits) -> float:
-    """A speed-up that it cannot be above: by its slowest worker, and by the servers' links.
+    """Return an upper bound of the speedup, by the slowest worker and the servers' links.
 
-    Only what is certain: gradients have to come to the servers, whatever the algorithm.
+    The links count only for algorithms in which every gradient is sent to the servers.
     """
     algorithm = ALGORITHMS[candidate.algorithm]
     best = on.in_step if algorithm.lockstep else on.ideal
@@ -222,18 +227,19 @@ def bound(candidate: Candidate, on: ClusterTraits) -> float:
 
 
 MANY = 128
-"""Workers from which a smaller cluster stands for a larger one."""
+"""Number of workers above which a smaller cluster represents a larger one."""
 ROUNDED = 0.3
-"""Share by which the number of servers may be off for it."""
+"""Largest relative error of the number of servers on the smaller cluster."""
 
 
 @dataclass(frozen=True)
 class ReducedCluster:
-    """A cluster with a part of the hosts.
+    """A smaller cluster with a part of the hosts, which represents a larger one.
 
     Attributes:
-        request: the same on the smaller cluster; ``ground`` is of it, ``whole`` of the larger one.
-        stands_for: for each host of the larger one, that which stands for it.
+        request: on the smaller cluster, whose traits are ``ground``.
+        whole: traits of the larger cluster.
+        stands_for: for each host of the larger cluster, the host that represents it.
     """
 
     request: AdviceRequest
@@ -242,7 +248,7 @@ class ReducedCluster:
     stands_for: Sequence[int]
 
     def candidate(self, candidate: Candidate) -> Candidate | None:
-        """With its part of the servers; None: they cannot be divided so."""
+        """Return the candidate with its part of the servers; None if they are not divisible."""
         wanted = candidate.servers * self.ground.hosts / self.whole.hosts
         servers = round(wanted)
         if abs(servers - wanted) > ROUNDED * wanted:
@@ -250,12 +256,12 @@ class ReducedCluster:
         return replace(candidate, servers=servers, spread=candidate.spread and servers > 1)
 
     def growth(self, candidate: Candidate) -> float:
-        """How many times as many messages a step has on the larger one."""
+        """Return the factor by which the larger cluster has more messages per step."""
         workers = self.whole.workers / self.ground.workers
         return workers * (self.whole.hosts / self.ground.hosts if candidate.servers else 1.0)
 
     def scaled(self, candidate: Candidate, timed: TimedRun) -> TimedRun:
-        """What a run on the smaller one says of the larger one."""
+        """Convert the figures of a run to the larger cluster."""
         ratio = self.whole.ideal / self.ground.ideal
         if ALGORITHMS[candidate.algorithm].lockstep:
             ratio = self.whole.in_step / self.ground.in_step
@@ -270,7 +276,7 @@ class ReducedCluster:
 
 
 def smaller(request: AdviceRequest, on: ClusterTraits) -> ReducedCluster | None:
-    """A part of the cluster with hosts of all kinds; None: it is small, or has too many kinds."""
+    """Return a part of the cluster with hosts of all kinds; None if it is small or too diverse."""
     options = request.simulated({"compute": "timed"})
     if on.workers <= MANY or not _is_regular(options, on):
         return None
@@ -285,7 +291,7 @@ def smaller(request: AdviceRequest, on: ClusterTraits) -> ReducedCluster | None:
 
 
 def _is_regular(options: SimulateOptions, on: ClusterTraits) -> bool:
-    """Whether every host has as many workers, one host's after the other's."""
+    """Return whether all hosts have the same number of workers, numbered host by host."""
     cluster, each = options.cluster, on.on_host[0]
     blocks = tuple(worker // each for worker in range(on.workers)) if each else ()
     return (
@@ -296,24 +302,24 @@ def _is_regular(options: SimulateOptions, on: ClusterTraits) -> bool:
 
 
 def _kinds(on: ClusterTraits) -> list[list[int]]:
-    """Hosts that are alike, by their links and how slow their workers are, to a tenth."""
+    """Return groups of similar hosts, by bandwidth and slowdown to one decimal."""
     each = on.on_host[0]
-    found: dict[Any, list[int]] = {}
+    kinds: dict[Any, list[int]] = {}
     for host in range(on.hosts):
         slow = on.slowdowns[host * each : (host + 1) * each]
         kind = f"{on.links[host]:.1e}", tuple(round(factor, 1) for factor in slow)
-        found.setdefault(kind, []).append(host)
-    return list(found.values())
+        kinds.setdefault(kind, []).append(host)
+    return list(kinds.values())
 
 
 def _stand_ins(kinds: Sequence[Sequence[int]], parts: int) -> dict[int, int]:
-    """The host that stands for each: of each kind a part, evenly taken, and one at least."""
-    found: dict[int, int] = {}
+    """Return the representative of each host: an even sample of each kind, at least one."""
+    representatives: dict[int, int] = {}
     for hosts in kinds:
         count = max(1, round(len(hosts) / parts))
         kept = [hosts[number * len(hosts) // count] for number in range(count)]
-        found |= {host: kept[n * count // len(hosts)] for n, host in enumerate(hosts)}
-    return found
+        representatives |= {host: kept[n * count // len(hosts)] for n, host in enumerate(hosts)}
+    return representatives
 
 
 def _fields(options: SimulateOptions, on: ClusterTraits, hosts: Sequence[int]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""What a sample teaches with an algorithm, as a share of what it teaches synchronous SGD.
+"""Sample efficiency of the algorithms, relative to synchronous SGD.
 
-Samples per second times that share is what counts for the time to an accuracy. The shares are those
-of measured runs (``learned.toml``), by number of workers, or of a pilot on the user's own task.
+Throughput times sample efficiency, the effective throughput, determines the time to an accuracy.
+The figures come from measured runs (``learned.toml``) or from a pilot run of the user's task.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ else:
     import tomli as tomllib
 
 LINES = 40
-"""Lines of metrics of a pilot's run, from which its loss is read."""
+"""Number of lines of metrics in a pilot run, which have the loss."""
 LATE = 0.7
-"""Share of the base's samples after which its loss is the goal: then rates still are large."""
+"""Share of the baseline's samples that defines the target loss: learning rates are still large."""
 BASE = "ar-sgd"
 EXACT = ("ar-sgd", "bsp")
-"""Those that are synchronous SGD, whatever the number of workers."""
+"""Algorithms that are synchronous SGD for any number of workers."""
 LIKE = {"osgp": "sgp", "shat": "asp", "eamsgd": "easgd"}
-"""Algorithms that have not been measured with every number of workers, and the nearest one."""
+"""Algorithms without measurements, and a similar one that has them."""
 MOST = 1.0
-"""Highest sample efficiency that is believed of runs short of convergence: an algorithm that learns
-faster at first is often no faster near convergence."""
+"""Cap on the sample efficiency from runs that did not converge: an algorithm that learns faster at
+first is often no faster near convergence."""
 
 Curve = list[tuple[float, float]]
-"""Samples, and the training loss after so many."""
+"""Pairs of a number of samples and the training loss after them."""
 
 
 @dataclass(frozen=True)
 class SampleEfficiency:
-    """What a sample teaches, relative to synchronous SGD.
+    """A sample efficiency, relative to synchronous SGD.
 
     Attributes:
-        source: where it is from, in a few words; empty: by definition.
-        is_sure: measured with about as many workers.
-        interval: the lowest and the highest of several seeds; None: it is exact, or of one seed.
+        source: short description of its origin; empty if it is exact by definition.
+        is_sure: whether it was measured with a similar number of workers.
+        interval: lowest and highest of several seeds; None if it is exact, or of one seed.
     """
 
     value: float
@@ -81,13 +81,13 @@ class EfficiencyRow:
 
     @property
     def is_capped(self) -> bool:
-        """Whether a seed of short runs was at the cap, so that the true figure may be lower."""
+        """Whether a seed of unconverged runs is at the cap, so that the figure is uncertain."""
         return self.high >= MOST and not self.converged
 
 
 @cache
 def table() -> Mapping[str, Mapping[int, EfficiencyRow]]:
-    """The measured figures, by algorithm and number of workers."""
+    """Return the measured figures, by algorithm and number of workers."""
     text = (Path(__file__).parent / "learned.toml").read_text(encoding="utf-8")
     return {
         name: {int(workers): EfficiencyRow(**of) for workers, of in rows.items()}
@@ -96,7 +96,7 @@ def table() -> Mapping[str, Mapping[int, EfficiencyRow]]:
 
 
 def measured(algorithm: str, workers: int) -> SampleEfficiency:
-    """By the table, between two numbers of workers in proportion to their logarithms."""
+    """Return a figure from the table, interpolated by the logarithm of the number of workers."""
     if algorithm in EXACT:
         return SampleEfficiency(1.0)
     rows = table().get(algorithm) or table().get(LIKE.get(algorithm, ""))
@@ -126,7 +126,7 @@ def measured(algorithm: str, workers: int) -> SampleEfficiency:
 
 
 def _source(rows: Mapping[int, EfficiencyRow]) -> str:
-    """The runs that a figure is from, in a few words."""
+    """Return a short description of the runs behind a figure."""
     each = [
         f"{workers} workers ({row.seeds} seed{'s' * (row.seeds > 1)}, {row.steps:,} steps"
         f"{', near convergence' if row.converged else ''})"
@@ -138,7 +138,7 @@ def _source(rows: Mapping[int, EfficiencyRow]) -> str:
 
 # -- from runs ---------------------------------------------------------------------------
 def curve(run: Path) -> Curve:
-    """The training loss of a run, of three lines together since one is noisy."""
+    """Return the training loss of a run, averaged over three lines to reduce noise."""
     lines = (files.read(line) for line in (run / "metrics.jsonl").read_text().splitlines())
     points = [(line["samples"], line["loss"]) for line in lines if line["kind"] == "train"]
     known = [(float(samples), float(loss)) for samples, loss in points if loss is not None]
@@ -149,16 +149,16 @@ def curve(run: Path) -> Curve:
 
 
 def mean_curve(curves: Sequence[Curve]) -> Curve:
-    """Of several seeds, at the same samples; never rising."""
-    least, found = inf, []
+    """Return the mean curve of several seeds, made monotonic by its running minimum."""
+    least, mean = inf, []
     for points in zip(*curves, strict=False):
         least = min(least, fmean(loss for _, loss in points))
-        found.append((fmean(samples for samples, _ in points), least))
-    return found
+        mean.append((fmean(samples for samples, _ in points), least))
+    return mean
 
 
 def samples_to(loss: float, of: Curve) -> float:
-    """Samples after which a curve is down at a loss that it does reach."""
+    """Return the number of samples after which a curve reaches a loss."""
     before = of[0]
     for samples, reached in of:
         if reached <= loss:
@@ -170,9 +170,9 @@ def samples_to(loss: float, of: Curve) -> float:
 
 
 def credited(shares: Sequence[float], converged: bool) -> Sequence[float]:
-    """The sample efficiencies of several seeds, capped at :data:`MOST` unless a lead holds.
+    """Return the sample efficiencies of several seeds, capped at :data:`MOST` unless confirmed.
 
-    It holds if the runs ended near convergence and each of several seeds is above it.
+    A lead is confirmed if the runs ended near convergence and every one of several seeds has it.
     """
     if converged and len(shares) > 1 and min(shares) > MOST:
         return shares
@@ -180,10 +180,10 @@ def credited(shares: Sequence[float], converged: bool) -> Sequence[float]:
 
 
 def taught(mine: Curve, base: Curve) -> float:
-    """What a sample teaches, as a share of the base's: above 1 where it teaches more.
+    """Return the sample efficiency of a curve relative to the baseline's.
 
-    By the samples to the loss that the base has after ``LATE`` of its own; or to the loss at one's
-    end, if that is larger. Nothing where no loss was a number, as it had diverged at once.
+    It compares the samples to the loss that the baseline has after ``LATE`` of its samples, or to
+    the final loss of ``mine`` if that is larger. A run that diverged at once has 0.
     """
     if not mine:
         return 0.0
@@ -194,36 +194,36 @@ def taught(mine: Curve, base: Curve) -> float:
 
 # -- from a pilot --------------------------------------------------------------------------
 def pilot(
-    request: AdviceRequest, names: Sequence[str], tell: Callable[[str, int, int], None]
+    request: AdviceRequest, names: Sequence[str], report_progress: Callable[[str, int, int], None]
 ) -> dict[str, SampleEfficiency]:
-    """The sample efficiencies of algorithms, by real training of each on the request's cluster.
+    """Return the sample efficiencies of algorithms, by simulated training with real gradients.
 
-    ``tell`` is called with what has been trained, and how many of how many are complete.
+    ``report_progress`` is called with a description, and the numbers of completed and of all runs.
 
     Raises:
-        UserError: synchronous SGD has not got anywhere, so there is nothing to compare with.
+        UserError: the loss of synchronous SGD does not fall, so that there is no baseline.
     """
     steps = int(request.options.pilot or 0)
     curves: dict[str, Curve] = {}
     with closing(Processes(request.jobs)) as pool:
-        asked = list(dict.fromkeys([BASE, *(name for name in names if name not in EXACT)]))
-        futures = {pool.submit(real_run, _pilot_options(request, name)): name for name in asked}
-        for done, future in enumerate(as_completed(futures), start=1):
+        tried = list(dict.fromkeys([BASE, *(name for name in names if name not in EXACT)]))
+        futures = {pool.submit(real_run, _pilot_options(request, name)): name for name in tried}
+        for completed, future in enumerate(as_completed(futures), start=1):
             curves[futures[future]] = future.result()
-            tell(f"pilot: {futures[future]}", done, len(asked))
+            report_progress(f"pilot: {futures[future]}", completed, len(tried))
     base = mean_curve([curves.pop(BASE)])
     if len(base) < LINES // 4 or base[-1][1] >= base[0][1]:
         raise UserError(
             f"--pilot {steps}: the loss of {BASE} did not fall in so few steps. Use more steps, "
             "or another --lr."
         )
-    found = {name: SampleEfficiency(1.0) for name in EXACT}
+    efficiencies = {name: SampleEfficiency(1.0) for name in EXACT}
     for name, points in curves.items():
         (share,) = credited([taught(mean_curve([points]), base)], converged=False)
         capped = f", capped at {MOST:.2f}" if share == MOST else ""
         source = f"pilot of {steps} steps, 1 seed{capped}"
-        found[name] = SampleEfficiency(share, source, is_sure=steps >= 5 * LINES)
-    return found
+        efficiencies[name] = SampleEfficiency(share, source, is_sure=steps >= 5 * LINES)
+    return efficiencies
 
 
 def _pilot_options(request: AdviceRequest, name: str) -> dict[str, Any]:
@@ -247,7 +247,7 @@ def _pilot_options(request: AdviceRequest, name: str) -> dict[str, Any]:
 
 
 def real_run(options: dict[str, Any]) -> Curve:
-    """The training loss of a virtual run with real gradients, in this process."""
+    """Return the training loss of a simulation with real gradients, run in this process."""
     from aladdin_mpi.options.run import SimulateOptions
     from aladdin_mpi.run.trainer import simulate
 

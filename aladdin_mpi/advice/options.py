@@ -1,4 +1,4 @@
-"""What the adviser is asked: a cluster, a model, and what counts."""
+"""The adviser's options: a cluster, a model and a target."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ FIELDS = {
     "latency": "cluster.latency_us",
     "step": "compute_time",
 }
-"""Names of changes, and the fields of a simulation's options that they set."""
+"""Names of ``--what-if`` changes, and the options of a simulation that they set."""
 KNOWN = (*FIELDS, "servers", "workers", "slowdown")
 
 
 @dataclass(frozen=True)
 class Change:
-    """One change.
+    """A change of the cluster or the run.
 
     Attributes:
-        text: as it was asked for.
-        fields: of a simulation's options, with dots for those within.
-        servers: their number; None: as it is.
-        workers: likewise; the hosts grow with them.
+        text: as on the command line.
+        fields: fields of a simulation's options by dotted names.
+        servers: new number of servers; None if unchanged.
+        workers: new number of workers, with as many per host; None if unchanged.
     """
 
     text: str
@@ -46,13 +46,13 @@ class Change:
 
 
 def parse_change(text: str, base: SimulateOptions) -> Change:
-    """What a word of ``--what-if`` asks for.
+    """Parse one change of ``--what-if``.
 
     Raises:
-        UserError: it is not known, or its value bad.
+        UserError: an unknown name, or an invalid value.
     """
-    name, found, value = text.partition("=")
-    if not found or name not in KNOWN:
+    name, separator, value = text.partition("=")
+    if not separator or name not in KNOWN:
         raise UserError(
             f"--what-if: expected NAME=VALUE with one of {' '.join(KNOWN)}, got {text!r}; write "
             "for example bandwidth=100"
@@ -86,9 +86,9 @@ def _number(text: str, value: str, least: float, whole: bool = False) -> float:
 
 
 def grown(base: SimulateOptions, workers: int) -> dict[str, Any]:
-    """Fields of a cluster with so many workers, as many on each host, and no host of its own kind.
+    """Return the fields of a cluster with another number of workers, with as many per host.
 
-    Links and slow-downs of single hosts and workers stay, as far as there still are such.
+    Links of single hosts and slowdown factors of single workers are kept if these still exist.
     """
     cluster = base.cluster
     on_host = -(-base.workers // cluster.hosts)
@@ -104,80 +104,74 @@ def grown(base: SimulateOptions, workers: int) -> dict[str, Any]:
 
 PROG = "aladdin_mpi.advise"
 ABOUT = (
-    "Recommend what to run on a cluster: timed virtual runs of every algorithm, and of the options "
-    "that matter, on the cluster that a file of aladdin_mpi.probe describes."
+    "Recommend an algorithm and its options for a cluster, described by a file of "
+    "aladdin_mpi.probe or in words, from timed simulations of every algorithm."
 )
 _option = partial(option, group="advice")
 _pilot = partial(option, group="pilot")
 SECONDS, LONGER = 240.0, 450.0
 LARGE = 256
-"""Workers from which :data:`LONGER` is the time."""
+"""Number of workers above which :data:`LONGER` is the default time."""
 
 
 class AdviseOptions(BaseModel):
-    """What the adviser is asked."""
+    """The command's options."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    cluster: Path | None = _option(
-        None, "the cluster: a file that aladdin_mpi.probe has written", unit="FILE"
-    )
+    cluster: Path | None = _option(None, "cluster file written by aladdin_mpi.probe", unit="FILE")
     describe: str | None = _option(
-        None, f'the cluster in words instead, such as "{EXAMPLE}"', unit="TEXT"
+        None, f'description of the cluster instead, such as "{EXAMPLE}"', unit="TEXT"
     )
     model: str = _option(
         "resnet50",
-        "model to be trained: a name, package.module:function, or size:MB by its parameters alone",
+        "model to train: a name, package.module:function, or size:MB, the size of its parameters",
     )
-    dataset: str = _option("imagenet", "data set, for the shape of the model's input")
+    dataset: str = _option("imagenet", "dataset, which determines the shape of the model's input")
     batch_size: int = _option(
         32,
-        "batch of one worker's step, as the cluster's time of a step has it",
+        "batch size of one worker, for which the cluster's step time holds",
         unit="SAMPLES",
         ge=1,
     )
     target: Literal["accuracy", "time"] = _option(
         "accuracy",
-        "what is best: accuracy: samples per second, weighted by what a sample teaches with the "
-        "algorithm; time: samples per second alone",
+        "ranking criterion: accuracy (throughput times sample efficiency) or time (throughput)",
     )
     algorithms: tuple[str, ...] = _option(
-        (), "only these; several, apart by commas or spaces", unit="NAME", default_text="all"
+        (), "algorithms to try, separated by commas or spaces", unit="NAME", default_text="all"
     )
     what_if: tuple[str, ...] = _option(
         (),
-        "changes, each of which is tried by itself on what is recommended: bandwidth=GBIT/S "
-        "latency=MICROSECONDS step=SECONDS servers=N workers=N slowdown=WORKER=FACTOR; several, "
-        "apart by spaces",
+        "changes to try one by one with the recommendation, separated by spaces: bandwidth=GBIT/S "
+        "latency=MICROSECONDS step=SECONDS servers=N workers=N slowdown=WORKER=FACTOR",
         unit="NAME=VALUE",
     )
     seconds: float | None = _option(
         None,
-        "time for it; what is not known by then is told",
+        "time budget; candidates for which it does not suffice are listed",
         unit="SECONDS",
         gt=0,
-        default_text=f"{SECONDS:g}, with more than {LARGE} workers {LONGER:g}",
+        default_text=f"{SECONDS:g}, or {LONGER:g} with more than {LARGE} workers",
     )
     jobs: int | None = _option(
-        None, "virtual runs at a time", default_text="one for each core", ge=1
+        None, "number of simultaneous simulations", default_text="number of cores", ge=1
     )
-    seed: int = _option(0, "seed of all virtual runs", ge=0)
+    seed: int = _option(0, "random seed of all simulations", ge=0)
     out: Path | None = _option(
-        None, "write advice.md, advice.json and advice.png to this folder too", unit="FOLDER"
+        None, "folder for advice.md, advice.json and advice.png", unit="FOLDER"
     )
-    overwrite: bool = _option(False, "replace them if they are there")
-    quiet: bool = _option(False, "show no progress")
+    overwrite: bool = _option(False, "overwrite existing advice in --out")
+    quiet: bool = _option(False, "do not show progress")
 
     pilot: int | None = _pilot(
         None,
-        "find out what a sample teaches by so many steps of virtual training with real gradients, "
-        "of --model on --dataset, instead of from the table of measured runs",
+        "measure sample efficiency by simulated training of --model on --dataset with this many "
+        "steps, instead of using the table of measured runs",
         unit="STEPS",
         ge=20,
     )
-    data_dir: Path | None = _pilot(
-        None, "folder of the data set, for those that need one", unit="FOLDER"
-    )
+    data_dir: Path | None = _pilot(None, "folder of the dataset, if it requires one", unit="FOLDER")
     lr: float | None = _pilot(
         None,
         "learning rate of one worker",
@@ -189,11 +183,11 @@ class AdviseOptions(BaseModel):
 
 @dataclass(frozen=True)
 class AdviceRequest:
-    """What is asked, with the cluster as settings of simulations.
+    """A request to the adviser, with the cluster as settings of simulations.
 
     Attributes:
-        cluster: of :class:`SimulateOptions`; among them the number of workers and hosts.
-        source: where the cluster is from, in words.
+        cluster: settings of :class:`SimulateOptions`, including the numbers of workers and hosts.
+        source: origin of the cluster: a file or an option.
     """
 
     options: AdviseOptions
@@ -203,19 +197,19 @@ class AdviceRequest:
 
     @property
     def jobs(self) -> int:
-        """Virtual runs at a time."""
+        """The number of simultaneous simulations."""
         return self.options.jobs or len(os.sched_getaffinity(0))
 
     def seconds(self, workers: int) -> float:
-        """The time for it, with so many workers."""
+        """Return the time budget for this number of workers."""
         return self.options.seconds or (LONGER if workers > LARGE else SECONDS)
 
     def simulated(self, more: Mapping[str, Any]) -> SimulateOptions:
-        """Options of a virtual run on the cluster; ``more`` by the names of its fields."""
+        """Return options of a simulation on the cluster; ``more`` has dotted names of fields."""
         return build(SimulateOptions, self.cluster | _settings(more))
 
     def on(self, changed: Mapping[str, Any]) -> AdviceRequest:
-        """The same on a cluster of which some fields are others."""
+        """Return the request with some fields of the cluster changed."""
         return replace(self, cluster=self.cluster | _settings(changed))
 
 
@@ -224,10 +218,10 @@ def _settings(fields: Mapping[str, Any]) -> Settings:
 
 
 def read(argv: Sequence[str] | None) -> AdviceRequest:
-    """What was typed; ``--help`` prints and exits.
+    """Read the command line; ``--help`` prints and exits.
 
     Raises:
-        UserError: an option is unknown or its value bad, or there is no valid cluster.
+        UserError: an unknown option, an invalid value, or no valid cluster.
     """
     options = build(AdviseOptions, reader.read(AdviseOptions, argv, PROG, ABOUT))
     settings, source = _cluster(options)

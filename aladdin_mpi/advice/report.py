@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from aladdin_mpi.advice.bottleneck import Bottleneck
-from aladdin_mpi.advice.candidate_search import CandidateResult
+from aladdin_mpi.advice.bottleneck import Bottleneck, classify
+from aladdin_mpi.advice.candidate_search import TIE, CandidateResult
 from aladdin_mpi.advice.candidates import REFERENCE, Candidate, ClusterTraits
 from aladdin_mpi.advice.learning import SampleEfficiency
 from aladdin_mpi.advice.options import AdviceRequest, AdviseOptions, Change
@@ -18,15 +18,15 @@ from aladdin_mpi.process.console import number, percent, throughput
 
 UNKNOWN = "/path/to"
 STEPS = 100
-"""Length of a timed run of a model that is known by its size alone."""
+"""Steps of a timed run of a model that is defined only by its size."""
 
 
 def mpirun(candidate: Candidate, on: ClusterTraits, options: AdviseOptions) -> str:
-    """The command for Open MPI, in an allocation of the cluster's hosts.
+    """Return the command for Open MPI, in an allocation of the cluster's hosts.
 
-    Ranks are mapped to the hosts in turn, so that each has its share of workers, and there may be
-    more of them than slots, as servers come on top. Servers are the first ranks; unless they are
-    spread over the hosts, ranks are numbered host by host.
+    Ranks are mapped to the hosts in turn, so that each has its share of workers, and may exceed the
+    slots because of the servers. Servers are the first ranks; unless they are spread over the
+    hosts, ranks are numbered host by host.
     """
     numbering = [] if candidate.spread else ["--rank-by", "slot"]
     ranks = str(candidate.servers + on.workers)
@@ -36,7 +36,7 @@ def mpirun(candidate: Candidate, on: ClusterTraits, options: AdviseOptions) -> s
 
 
 def sbatch(candidate: Candidate, on: ClusterTraits, options: AdviseOptions) -> str:
-    """The command for Slurm, with the package's script; empty if hosts have different workers."""
+    """Return the command for Slurm with the package's script; empty if hosts differ in workers."""
     each, *others = set(on.on_host)
     if others:
         return ""
@@ -47,7 +47,7 @@ def sbatch(candidate: Candidate, on: ClusterTraits, options: AdviseOptions) -> s
 
 
 def remark(options: AdviseOptions) -> str:
-    """What to know before pasting a command line; empty if nothing."""
+    """Return an instruction to follow before running a command line; empty if none is needed."""
     if _is_size(options):
         return (
             f"{options.model} has no gradients, so these runs only time the messages of {STEPS} "
@@ -69,14 +69,14 @@ def _words(candidate: Candidate, on: ClusterTraits, options: AdviseOptions) -> l
 
 
 def _is_size(options: AdviseOptions) -> bool:
-    # Imported here because it takes a second to import torch.
+    # Imported here because torch takes a second.
     from aladdin_mpi.run.trainer import SIZE_PREFIX
 
     return options.model.startswith(SIZE_PREFIX)
 
 
 def _data(options: AdviseOptions) -> list[str]:
-    """The data set as training takes it: ``imagenet`` is known by its sizes alone."""
+    """Return the dataset options; ``imagenet`` has sizes only, so training uses a folder."""
     from aladdin_mpi.data.builtin_sets import VISION_SETS
 
     folder = [] if options.data_dir is None else ["--data-dir", str(options.data_dir)]
@@ -87,11 +87,11 @@ def _data(options: AdviseOptions) -> list[str]:
 
 
 MOST = 14
-"""Bars."""
+"""Largest number of bars in the picture."""
 
 
 def draw(advice: Advice, path: Path) -> None:
-    """Write the picture to a PNG file."""
+    """Draw speedups, and their scaling, into a PNG file."""
     from matplotlib.figure import Figure
 
     known = [entry for entry in advice.entries if entry.timed is not None][:MOST]
@@ -105,14 +105,14 @@ def draw(advice: Advice, path: Path) -> None:
         [speed - low for speed, low in zip(speeds, lows, strict=True)],
         [high - speed for speed, high in zip(speeds, highs, strict=True)],
     ]
-    axis.barh(places, speeds, xerr=errors, color=COLOURS[0], ecolor="grey", label="speed-up")
+    axis.barh(places, speeds, xerr=errors, color=COLOURS[0], ecolor="grey", label="speedup")
     if advice.weighs:
-        counts = [advice.speed_up(entry.score) for entry in known]
-        axis.plot(counts, places, "D", color=COLOURS[1], label="by what a sample teaches")
+        effective = [advice.speed_up(entry.score) for entry in known]
+        axis.plot(effective, places, "D", color=COLOURS[1], label="times sample efficiency")
     axis.axvline(advice.ground.ideal, color="grey", linewidth=0.8, linestyle="--", label="ideal")
     axis.set_yticks(places, [entry.candidate.describe() for entry in known])
     axis.invert_yaxis()
-    axis.set_xlabel(f"times one worker, {advice.ground.workers} workers")
+    axis.set_xlabel(f"speedup with {advice.ground.workers} workers")
     axis.legend(fontsize="small")
     if advice.scaling:
         _draw_scaling(advice, figure.add_subplot(1, panels, 2))
@@ -129,19 +129,19 @@ def _draw_scaling(advice: Advice, axis: Any) -> None:
     workers, _, ideals = zip(*next(iter(advice.scaling.values())), strict=True)
     axis.plot(workers, ideals, "--", color="grey", label="ideal")
     axis.set_xlabel("workers")
-    axis.set_ylabel("times one worker")
+    axis.set_ylabel("speedup")
     axis.legend(fontsize="small")
     axis.grid(alpha=0.3)
 
 
 GAIN = 1.05
-"""From which a change is said to bring something."""
+"""Smallest factor of throughput that is reported as an improvement."""
 EFFICIENT = 0.8
-"""Share of the ideal speed-up at which an algorithm has its knee."""
+"""Share of the ideal speedup at which an algorithm has its knee."""
 Tried = tuple[Change, float | None, str]
-"""A change, samples per second with it (None: no time), and what else changes with it."""
+"""A change, samples per second with it (None: no time), and a note on its side effects."""
 Scaling = dict[str, list[tuple[int, float, float]]]
-"""For each candidate: workers, speed-up, ideal."""
+"""For each candidate, tuples of workers, speedup and ideal speedup."""
 
 
 @dataclass(frozen=True)
@@ -149,85 +149,120 @@ class Advice:
     """The results of a search.
 
     Attributes:
-        entries: the best first.
-        relieved: samples per second of the best without its bottleneck.
+        entries: the candidates, the best first.
+        unblocked: samples per second of the best after removing its bottleneck.
         tried: the changes of ``--what-if``.
-        scaling: speed-ups with other numbers of workers.
-        part: of the cluster, on which most runs were; None: all were on the whole of it.
+        scaling: speedups with other numbers of workers.
+        part: the part of the cluster used in most runs; None if all used the whole of it.
     """
 
     request: AdviceRequest
     ground: ClusterTraits
     entries: Sequence[CandidateResult]
     bottleneck: Bottleneck
-    relieved: float | None
+    unblocked: float | None
     tried: Sequence[Tried]
     scaling: Scaling = field(default_factory=dict)
     part: ClusterTraits | None = None
 
     @property
     def best(self) -> CandidateResult:
-        """What is recommended."""
+        """The recommended candidate."""
         return self.entries[0]
 
     def speed_up(self, rate: float) -> float:
-        """Over one worker alone."""
+        """Return the speedup over one worker."""
         return rate * self.ground.step / self.request.options.batch_size
 
     @property
     def weighs(self) -> bool:
-        """Whether what a sample teaches counts."""
+        """Whether candidates are ranked by effective throughput."""
         return self.request.options.target == "accuracy"
 
 
-# -- in words ----------------------------------------------------------------------------
-def in_words(advice: Advice, table: Callable[[Sequence[Sequence[str]]], str], most: int) -> str:
-    """The whole advice as text; ``table`` renders rows, of which the first ``most`` are shown."""
-    parts = [_summary(advice), table(rows(advice)[: most + 1]), " ".join(_notes(advice, most))]
-    parts += [_bottleneck(advice), *_changes(advice), *_knees(advice), *_commands(advice)]
-    return "\n\n".join(parts)
+# -- text --------------------------------------------------------------------------------
+Table = Callable[[Sequence[Sequence[str]], Collection[int]], str]
+"""Renders rows as a table, given the columns that are aligned left."""
+LEFT = (1, 2, 5)
 
 
-def _summary(advice: Advice) -> str:
+def as_text(advice: Advice, table: Table, most: int) -> str:
+    """Return the advice as text; its table has the first ``most`` candidates."""
+    parts = [_recommendation(advice), *_commands(advice), _list("Reasons", _reasons(advice))]
+    parts += [table(rows(advice)[: most + 1], LEFT), *_changes(advice), *_knees(advice)]
+    return "\n\n".join([*parts, _list("Notes", _notes(advice, most))])
+
+
+def _list(title: str, items: Iterator[str]) -> str:
+    return "\n".join([f"{title}:", "", *(f"- {item}" for item in items)])
+
+
+def _recommendation(advice: Advice) -> str:
     best, on = advice.best, advice.ground
-    low, high = best.between
-    gain = ""
-    base = next((e for e in advice.entries if e.candidate == REFERENCE), None)
-    if base is not None and base.timed is not None and base is not best:
-        factor = best.score / base.score
-        what = " to an accuracy" if advice.weighs else ""
-        gain = f", {factor:.2f} times as fast{what} as ar-sgd"
-        if not best.share.is_sure:
-            gain += f" if its sample efficiency is {best.share.value:.2f}, which is a guess"
     return (
-        f"{on.workers} workers on {on.hosts} host{'s' * (on.hosts > 1)}, "
-        f"{advice.request.options.model} ({number(on.megabytes, 3)} MB), a step of "
-        f"{number(on.step, 3)} s for {advice.request.options.batch_size} samples.\n"
-        f"Recommended: {best.candidate.describe()}: {throughput(best.rate)} "
-        f"({number(low, 3)} to {number(high, 3)}), {advice.speed_up(best.rate):.1f} times one "
-        f"worker of {on.ideal:.1f} possible{gain}."
+        f"Recommended: {best.candidate.describe()}, for {on.workers} workers on {on.hosts} "
+        f"host{'s' * (on.hosts > 1)}: {throughput(best.rate)}, speedup "
+        f"{advice.speed_up(best.rate):.1f} (ideal {on.ideal:.1f})."
     )
 
 
+def _reasons(advice: Advice) -> Iterator[str]:
+    best, on, options = advice.best, advice.ground, advice.request.options
+    low, high = best.between
+    yield (
+        f"Throughput: {throughput(best.rate)} ({number(low, 3)} to {number(high, 3)}) with "
+        f"{options.model} ({number(on.megabytes, 3)} MB) and steps of {number(on.step, 3)} s for "
+        f"{options.batch_size} samples; {percent(advice.speed_up(best.rate) / on.ideal)} of the "
+        "ideal speedup."
+    )
+    yield from _comparison(advice)
+    text = f"Bottleneck: {advice.bottleneck.text}."
+    if advice.unblocked is not None:
+        factor = advice.unblocked / best.rate
+        effect = "hardly change" if factor < GAIN else f"rise by a factor of {factor:.2f}"
+        text += f" With {advice.bottleneck.change}, throughput would {effect}."
+    yield text
+
+
+def _comparison(advice: Advice) -> Iterator[str]:
+    """Yield the reason for preferring the best candidate to the baseline, or to the next one."""
+    best = advice.best
+    others = [entry for entry in advice.entries if entry.timed and entry is not best]
+    other = next((entry for entry in others if entry.candidate == REFERENCE), None)
+    other = other or next(iter(others), None)
+    if other is None or not other.score:
+        yield "Comparison: no other candidate was simulated in time; increase --seconds."
+        return
+    name, factor = other.candidate.describe(), best.score / other.score
+    ratio = "equal" if abs(factor - 1) < TIE else f"shorter by a factor of {factor:.2f}"
+    text = f"{'Time to an accuracy' if advice.weighs else 'Time'}, compared with {name}: {ratio}"
+    if advice.weighs:
+        text += f" (sample efficiency {best.share.value:.2f} against {other.share.value:.2f})"
+        if not best.share.is_sure:
+            text += f"; the sample efficiency of {best.candidate.algorithm} is an estimate"
+    yield f"{text}."
+
+
 def rows(advice: Advice) -> list[list[str]]:
-    """The table."""
-    head = ["", "", "samples/s", "likely", "speed-up", "waiting", "MB/step", "link"]
-    head += ["sample efficiency", "counts"] if advice.weighs else []
+    """Return the rows of the table, with a header."""
+    head = ["", "algorithm", "options", "throughput (samples/s)", "speedup", "bottleneck"]
+    head += ["sample efficiency", "effective throughput"] if advice.weighs else []
     table = [head]
     for rank, entry in enumerate(advice.entries, start=1):
         timed = entry.timed
         if timed is None:
             continue
         low, high = entry.between
+        _, limit = classify(
+            entry.candidate, timed, advice.ground, advice.request.options.batch_size
+        )
         line = [
             str(rank),
-            entry.candidate.describe(),
-            number(entry.rate),
-            f"{number(low, 3)} to {number(high, 3)}",
+            entry.candidate.algorithm,
+            entry.candidate.settings,
+            f"{number(entry.rate)} ({number(low, 3)} to {number(high, 3)})",
             f"{advice.speed_up(entry.rate):.1f}",
-            percent(timed.waiting),
-            number(timed.busiest_bytes / 1e6, 3),
-            percent(timed.links[0].used) if timed.links else "-",
+            limit,
         ]
         if advice.weighs:
             line += [_efficiency(entry.share), number(entry.score)]
@@ -236,7 +271,7 @@ def rows(advice: Advice) -> list[list[str]]:
 
 
 def _efficiency(share: SampleEfficiency) -> str:
-    """A sample efficiency, its range over the seeds, and a mark if it is a guess."""
+    """Return a sample efficiency, its range over the seeds, and a mark if it is an estimate."""
     text = f"{share.value:.2f}"
     if share.interval is not None:
         text += " ({:.2f} to {:.2f})".format(*share.interval)
@@ -245,98 +280,85 @@ def _efficiency(share: SampleEfficiency) -> str:
 
 def _notes(advice: Advice, most: int) -> Iterator[str]:
     known = [entry for entry in advice.entries if entry.timed is not None]
-    yield "MB/step: of the busiest link, for a step of all workers; link: how much of its time."
-    if len(known) > most:
-        yield f"{len(known) - most} more are slower."
-    left = [entry for entry in advice.entries if entry.timed is None]
-    for why in dict.fromkeys(entry.why_not for entry in left):
-        those = [entry.candidate.describe() for entry in left if entry.why_not == why]
-        yield f"Not run, {why}: {'; '.join(those)}."
-    if (part := advice.part) is not None:
-        yield (
-            f"By runs with {part.workers} of the workers on {part.hosts} of the hosts, with their "
-            "part of the servers where these can be divided;"
-        )
-        checked = [each.candidate.describe() for each in advice.entries if each.growth is not None]
-        if checked:
-            yield f"compared with all of them for {'; '.join(checked)}."
-        else:
-            yield "for all of them there was no time: give more --seconds."
+    yield (
+        "The figures are from simulations. Brackets after the throughput: expected interval. "
+        "Bottleneck: load of the busiest link, or share of the time that workers wait."
+    )
     if advice.weighs:
         yield from _notes_on_efficiency(advice)
+    if (part := advice.part) is not None:
+        checked = [each.candidate.describe() for each in advice.entries if each.growth is not None]
+        check = "no candidate, for lack of time; increase --seconds"
+        yield (
+            f"Most simulations had {part.workers} of the workers on {part.hosts} of the hosts, and "
+            "the same share of the servers. Checked on the whole cluster: "
+            f"{'; '.join(checked) or check}."
+        )
+    if len(known) > most:
+        yield f"{len(known) - most} slower candidates are not shown."
+    skipped = [entry for entry in advice.entries if entry.timed is None]
+    for why in dict.fromkeys(entry.why_not for entry in skipped):
+        names = [entry.candidate.describe() for entry in skipped if entry.why_not == why]
+        yield f"Not run ({why}): {'; '.join(names)}."
 
 
 def _notes_on_efficiency(advice: Advice) -> Iterator[str]:
     best = advice.best
-    how = (
-        "measured in the package's own runs (ResNet-20 on CIFAR-10); it may differ on your task, "
-        "on which --pilot STEPS measures it"
-    )
+    origin = "measured with ResNet-20 on CIFAR-10. To measure it on your task, add --pilot STEPS"
     if advice.request.options.pilot:
-        how = f"measured by a pilot of {advice.request.options.pilot} steps on your model and data"
+        origin = f"measured in {advice.request.options.pilot} steps on your model and data"
     yield (
-        f"Sample efficiency is relative to synchronous SGD, {how}. In brackets is its range over "
-        "the seeds; without brackets it is exact or of one seed."
+        "Effective throughput is throughput times sample efficiency. Sample efficiency is relative "
+        f"to synchronous SGD, {origin}. In brackets: its range over several seeds."
     )
     if best.share.source:
-        guess = "" if best.share.is_sure else ", so take it as a guess"
-        yield f"For {best.candidate.algorithm}: {best.share.source}{guess}."
+        yield f"Sample efficiency of {best.candidate.algorithm}: {best.share.source}."
     if any(entry.timed and not entry.share.is_sure for entry in advice.entries):
         yield (
-            "A question mark means a guess: measured with far fewer workers, not at all, or in "
-            "short runs whose figure is capped."
+            "A question mark denotes an estimate: measured with far fewer workers, not at all, or "
+            "in short runs whose figure is capped."
         )
 
 
-def _bottleneck(advice: Advice) -> str:
-    found, rate = advice.bottleneck, advice.best.rate
-    text = f"What holds it up: {found.text}."
-    if advice.relieved is not None:
-        factor = advice.relieved / rate
-        brings = f"{factor:.2f} times as many samples/s" if factor >= GAIN else "next to nothing"
-        text += f" With {found.change} it would bring {brings}."
-    return text
-
-
 def _changes(advice: Advice) -> list[str]:
-    lines = ["Each change by itself would bring, with what is recommended:"]
+    lines = ["Effect of each change on the recommended candidate:", ""]
     for change, rate, note in advice.tried:
-        brings = "no time to find out; give more --seconds"
+        effect = "not simulated for lack of time; increase --seconds"
         if rate is not None:
-            brings = f"{throughput(rate)}, {rate / advice.best.rate:.2f} times as many"
-        lines.append(f"    {change.text}{f' ({note})' if note else ''}: {brings}")
+            effect = f"{throughput(rate)} (factor {rate / advice.best.rate:.2f})"
+        lines.append(f"- {change.text}{f' ({note})' if note else ''}: {effect}")
     return ["\n".join(lines)] if advice.tried else []
 
 
 def knee(points: Sequence[tuple[int, float, float]]) -> int | None:
-    """The largest number of workers with which an algorithm still has most of the ideal."""
-    return max((n for n, found, ideal in points if found >= EFFICIENT * ideal), default=None)
+    """Return the largest number of workers with most of the ideal speedup; None if none has."""
+    return max((n for n, speed, ideal in points if speed >= EFFICIENT * ideal), default=None)
 
 
 def _knees(advice: Advice) -> list[str]:
-    lines = [f"Workers up to which there is {percent(EFFICIENT)} of the ideal speed-up:"]
+    lines = [f"Largest number of workers with {percent(EFFICIENT)} of the ideal speedup:", ""]
     for name, points in advice.scaling.items():
         most, end = max(n for n, *_ in points), knee(points)
         shown = "fewer than " + str(min(n for n, *_ in points)) if end is None else str(end)
-        lines.append(f"    {name}: {shown}{' and more' if end == most else ''}")
+        lines.append(f"- {name}: {shown}{' or more' if end == most else ''}")
     return ["\n".join(lines)] if advice.scaling else []
 
 
 def _commands(advice: Advice) -> Iterator[str]:
-    found, on, options = advice.best.candidate, advice.ground, advice.request.options
+    best, on, options = advice.best.candidate, advice.ground, advice.request.options
     place = "" if on.hosts == 1 else ", in an allocation of the hosts or with --hostfile FILE"
-    yield f"Run it with Open MPI{place}:"
-    yield f"    {mpirun(found, on, options)}"
-    if batch := sbatch(found, on, options):
-        yield "or on Slurm (`python -m aladdin_mpi.slurm init` writes slurm/):"
+    yield f"With Open MPI{place}:"
+    yield f"    {mpirun(best, on, options)}"
+    if batch := sbatch(best, on, options):
+        yield "With Slurm (`python -m aladdin_mpi.slurm init` writes slurm/):"
         yield f"    {batch}"
     if note := remark(options):
         yield note
 
 
-# -- for programs --------------------------------------------------------------------------
+# -- data ----------------------------------------------------------------------------------
 def as_data(advice: Advice) -> dict[str, Any]:
-    """The same for JSON: SI units, bytes, shares from 0 to 1."""
+    """Return the advice for JSON: SI units, bytes, shares from 0 to 1."""
     on, options = advice.ground, advice.request.options
     best = advice.best.candidate
     return {
@@ -356,7 +378,7 @@ def as_data(advice: Advice) -> dict[str, Any]:
             "kind": advice.bottleneck.kind,
             "text": advice.bottleneck.text,
             "relief": advice.bottleneck.change or None,
-            "relieved_samples_per_second": advice.relieved,
+            "relieved_samples_per_second": advice.unblocked,
         },
         "what_if": [
             {"change": change.text, "samples_per_second": rate, "beside": note or None}

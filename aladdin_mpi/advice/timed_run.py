@@ -1,4 +1,4 @@
-"""One timed virtual run: how fast, how much waiting, which links are full."""
+"""A timed simulation: throughput, time waiting and link load."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from aladdin_mpi.process import files
 
 
 class Processes:
-    """A queue of calls before so many processes.
+    """A process pool with a queue of calls that can be cancelled.
 
-    The executor itself is given no more calls than it has processes: those that are cancelled
-    while it holds them raise an error in its own thread when the processes are ended.
+    The executor itself never holds more calls than it has processes: calls that are cancelled while
+    it holds them would raise an error in its thread when the processes are terminated.
     """
 
     def __init__(self, count: int) -> None:
@@ -38,7 +38,7 @@ class Processes:
         self._is_closed = False
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Have ``function(*arguments)`` called in one of them; see :class:`Future`."""
+        """Submit the call ``function(*arguments)`` and return its future."""
         future: Future[Any] = Future()
         with self._lock:
             self._queue.append((future, partial(function, *arguments)))
@@ -52,19 +52,19 @@ class Processes:
                 self._free -= 1
                 self._pool.submit(call).add_done_callback(partial(self._end, future))
 
-    def _end(self, future: Future[Any], done: Future[Any]) -> None:
+    def _end(self, future: Future[Any], completed: Future[Any]) -> None:
         with self._lock:
             self._free += 1
             if self._is_closed:
                 return
-            if (error := done.exception()) is not None:
+            if (error := completed.exception()) is not None:
                 future.set_exception(error)
             else:
-                future.set_result(done.result())
+                future.set_result(completed.result())
             self._start()
 
     def close(self) -> None:
-        """End them, whatever they do."""
+        """Terminate the processes, even while they run calls."""
         with self._lock:
             self._is_closed = True
         processes = list((self._pool._processes or {}).values())
@@ -80,14 +80,14 @@ def _begin() -> None:
 
 
 SETTLED = 0.4
-"""Share of a run's samples after which it is taken to be settled, at the latest by its middle."""
+"""Share of a run's samples after which it counts as settled."""
 
 MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
 class LinkUse:
-    """A host's link one way, "out" or "in", and the share of its time that it is used."""
+    """A host's link in one direction, "out" or "in", and its load: the share of time it is busy."""
 
     host: int
     way: str
@@ -100,10 +100,10 @@ class TimedRun:
 
     Attributes:
         rate: samples per second of all workers.
-        waiting: share of the workers' time.
+        waiting: share of the workers' time spent waiting.
         links: of all hosts, the busiest first.
-        busiest_bytes: that its busiest link carries for a step of all workers.
-        cost: seconds of a processor that the run took.
+        busiest_bytes: bytes on the busiest link per step of all workers.
+        cost: CPU seconds of the simulation.
     """
 
     rate: float
@@ -112,12 +112,17 @@ class TimedRun:
     busiest_bytes: float
     cost: float = 0.0
 
+    @property
+    def load(self) -> float:
+        """The load of the busiest link."""
+        return self.links[0].used if self.links else 0.0
+
 
 def run(options: dict[str, Any]) -> TimedRun | str:
     """Carry out a simulation with these options in this process.
 
     Returns:
-        Its figures, or why it cannot run, as with options that cannot be combined.
+        Its figures, or the reason why it cannot run, such as options that cannot be combined.
     """
     try:
         return _run(options)
@@ -126,34 +131,34 @@ def run(options: dict[str, Any]) -> TimedRun | str:
 
 
 def _run(options: dict[str, Any]) -> TimedRun:
-    # Here, so that the parent of a pool needs none of it.
+    # Imported here because the parent of a pool does not need these modules.
     from aladdin_mpi.run.trainer import train
     from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
 
     began = time.process_time()
-    # A checkpoint ends every run, a file for each rank: in memory, where there is such a folder.
+    # Every run ends with a checkpoint, a file per rank, which is kept in memory if possible.
     place = MEMORY if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="aladdin-advice-", dir=place) as folder:
-        asked = SimulateOptions.model_validate({**options, "run_dir": Path(folder) / "run"})
-        servers = asked.servers if find_algorithm(asked.algorithm).has_servers else 0
-        size = asked.workers + servers
-        cluster = VirtualCluster(size, asked.cluster.placed(servers), asked.seed)
+        requested = SimulateOptions.model_validate({**options, "run_dir": Path(folder) / "run"})
+        servers = requested.servers if find_algorithm(requested.algorithm).has_servers else 0
+        size = requested.workers + servers
+        cluster = VirtualCluster(size, requested.cluster.placed(servers), requested.seed)
         carried: dict[str, list[int]] = {}
 
         def main(transport: VirtualTransport) -> dict[str, Any]:
-            summary = train(asked, transport)
+            summary = train(requested, transport)
             if transport.rank == 0:
                 carried.update(transport.carried())
             return summary
 
         summary = cluster.run(main)[0] or {}
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    steps = summary["samples"] / (asked.workers * asked.batch_size)
+    steps = summary["samples"] / (requested.workers * requested.batch_size)
     most = max((max(each) for way, each in carried.items() if way != "local"), default=0)
     return TimedRun(
         rate_of([files.read(line) for line in lines], summary),
         summary["wait_fraction"],
-        _links(carried, asked, summary["seconds"]),
+        _links(carried, requested, summary["seconds"]),
         most / steps,
         time.process_time() - began,
     )
@@ -171,12 +176,12 @@ def _links(
 
 
 def busiest_first(links: Iterable[LinkUse]) -> tuple[LinkUse, ...]:
-    """Links in the order in which a :class:`TimedRun` has them."""
+    """Return links in the order of a :class:`TimedRun`."""
     return tuple(sorted(links, key=lambda link: -link.used))
 
 
 def rate_of(lines: Sequence[dict[str, Any]], summary: dict[str, Any]) -> float:
-    """Samples per second while all workers were at it: the end, and the start, are left out."""
+    """Return samples per second in the settled part of a run, without its start and end."""
     shown = [line for line in lines if line["kind"] == "train"]
     most = summary["samples"]
     end = next((i + 1 for i, line in enumerate(shown) if line["samples"] >= most), len(shown))

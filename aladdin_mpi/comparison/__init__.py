@@ -1,1 +1,1 @@
-"""Several algorithms under equal conditions: run, measured and reported."""
+"""Comparison of algorithms under equal conditions."""

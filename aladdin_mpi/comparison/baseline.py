@@ -1,4 +1,4 @@
-"""The throughput of one worker alone, which speed-ups are related to."""
+"""The baseline of speedups: the throughput of one worker alone."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ GIVEN = "given by --baseline"
 
 @dataclass(frozen=True)
 class Baseline:
-    """One worker alone; ``source`` says how the figure was obtained."""
+    """The throughput of one worker alone; ``source`` describes its origin."""
 
     samples_per_second: float
     source: str
 
 
 def from_options(options: RunOptions) -> Baseline | None:
-    """The baseline by the time of a step if that is modelled, else None."""
+    """Return the baseline from a modelled step time; None if it is not modelled."""
     modelled = isinstance(options, SimulateOptions) or options.compute == "timed"
     if not modelled or options.compute_time is None:
         return None
@@ -48,31 +48,31 @@ def from_options(options: RunOptions) -> Baseline | None:
 def ideals(
     runs: Iterable[tuple[str, RunOptions, float | None]], alone: Baseline | None
 ) -> dict[str, float]:
-    """The throughput of all workers if none ever waits: the sum of their own speeds, by label.
+    """Return the ideal throughput by label: the sum of the workers' individual speeds.
 
     Args:
-        runs: label, options and number of workers of each.
-        alone: a worker that is not slowed down; None: only the options say what it does.
+        runs: label, options and number of workers of each run.
+        alone: baseline without slowdown; None if only the options determine it.
     """
-    found = {}
+    throughputs = {}
     for label, options, workers in runs:
-        # A variant may model other steps than those that all have in common.
+        # A variant may have another modelled step time than the other runs.
         modelled = None if alone is not None and alone.source == GIVEN else from_options(options)
         known = modelled or alone
         if known is not None and workers is not None:
             speeds = [1 / options.slowdown.get(worker, 1.0) for worker in range(int(workers))]
-            found[label] = known.samples_per_second * sum(speeds)
-    return found
+            throughputs[label] = known.samples_per_second * sum(speeds)
+    return throughputs
 
 
 def measuring_run(request: ComparisonRequest, out: Path) -> Run:
-    """The short run over MPI that measures one worker, with an algorithm without server if any.
+    """Return the short run over MPI that measures one worker, without a server if possible.
 
-    Its options go into a file in the comparison's folder.
+    Its options are written to a file in the comparison's folder.
     """
     options = request.options
     shared = reader.read(options.run_options, request.shared, "", "")
-    # One worker has no others, and its run a length of its own.
+    # These options refer to other workers, or to the length of the compared runs.
     replaced = ("slowdown", *LENGTHS, "servers", "algorithm", "run_dir", "overwrite")
     kept = {path: s for path, s in shared.items() if path[0] not in replaced}
     common, seed = build(options.run_options, kept), options.seeds[0]
@@ -80,7 +80,7 @@ def measuring_run(request: ComparisonRequest, out: Path) -> Run:
     own = {"algorithm": algorithm, "samples": samples, "seed": seed, "eval_every": 0}
     settings = kept | {(name,): Setting(value, name) for name, value in own.items()}
     built = build(options.run_options, settings)
-    # Named by what may change from one comparison to the next, so that none is overwritten.
+    # The name has the facts that may differ between comparisons, so that no run is overwritten.
     folder = out / LABEL / f"{algorithm}-{options.baseline_steps}-steps"
     words = ("--config", str(folder / OPTIONS))
     ranks = ranks_of(algorithm, built, 1)
@@ -88,13 +88,13 @@ def measuring_run(request: ComparisonRequest, out: Path) -> Run:
 
 
 def write_options(run: Run) -> None:
-    """Write the file that the measuring run's command line names."""
+    """Write the options file of the measuring run."""
     run.folder.mkdir(parents=True, exist_ok=True)
     write_whole(run.folder / OPTIONS, to_toml(run.options))
 
 
 def _algorithm(options: RunOptions) -> str:
-    """The first without server that runs on a single rank, or else the first with one."""
+    """Return an algorithm that runs with one worker, without a server if possible."""
     for algorithm in sorted(ALGORITHMS.values(), key=lambda a: a.has_servers):
         with suppress(UserError):
             ranks_of(algorithm.name, options, 1)
@@ -106,10 +106,10 @@ def _algorithm(options: RunOptions) -> str:
 
 
 def measured(run: Run) -> Baseline:
-    """The baseline by a finished measuring run."""
+    """Return the baseline from a finished measuring run."""
     figures = read_figures(run.folder, LABEL)
     servers = run.ranks - 1
-    others = f" and {servers} server{'s' * (servers > 1)}" if servers else ", no server"
+    others = f" and {servers} server{'s' * (servers > 1)}" if servers else ""
     return Baseline(
         figures.value("samples_per_second") or 0.0,
         f"measured: {run.entry.algorithm} with 1 worker{others}, "
@@ -118,7 +118,7 @@ def measured(run: Run) -> Baseline:
 
 
 def of_runs(options: Sequence[RunOptions], figures: Sequence[RunFigures]) -> Baseline | None:
-    """The baseline by the options of finished runs if they agree, or by those with one worker."""
+    """Return the baseline from the options of finished runs, or from runs with one worker."""
     first, *others = (from_options(each) for each in options)
     if first is not None and all(each == first for each in others):
         return first

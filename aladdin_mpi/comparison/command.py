@@ -1,4 +1,4 @@
-"""Compare runs: read the options, run what is missing, report."""
+"""The comparison command: start missing runs, or read finished ones, and report."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FORMAT = "aladdin_mpi comparison 1"
 
 @dataclass(frozen=True)
 class Findings:
-    """A comparison that has been run, or read."""
+    """The results of a comparison."""
 
     command: str
     engine: str
@@ -50,25 +50,25 @@ class Findings:
     target: float | None
     baseline: Baseline | None
     shared: Sequence[str] | None = None
-    """Words of every run's command line; None if the runs were only read."""
+    """Command-line options of every run; None if the runs were only read."""
     variants: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """The words of single labels on top."""
+    """Additional command-line options by label."""
     ideals: Mapping[str, float] = field(default_factory=dict)
-    """The sum of the workers' own speeds, in samples/s, by label; none where it is not known."""
+    """Ideal throughput in samples/s by label, if known."""
     failures: Sequence[str] = ()
     notes: Sequence[str] = ()
 
     @property
     def rows(self) -> list[TableRow]:
-        """The table."""
+        """The rows of the table."""
         alone = None if self.baseline is None else self.baseline.samples_per_second
         return make_rows(self.runs, self.target, alone)
 
     @property
     def title(self) -> str:
-        """Model, data set, workers, engine; "several" where the runs differ."""
+        """Model, dataset, workers and engine; "several" for facts in which the runs differ."""
         facts = {name: self._common(name) for name in ("model", "dataset", "workers")}
-        time = "virtual time" if self.engine == "virtual" else "MPI"
+        time = "simulated" if self.engine == "virtual" else "MPI"
         return "{model} on {dataset}, {workers} workers, {time}".format(**facts, time=time)
 
     def _common(self, name: str) -> str:
@@ -87,7 +87,7 @@ def write(findings: Findings, out: Path, facts: Machine) -> None:
 
 
 def as_json(findings: Findings, facts: Machine) -> dict[str, Any]:
-    """Everything, for programs: SI units, fractions from 0 to 1, null for what is not there."""
+    """Return all results for JSON: SI units, fractions from 0 to 1, null for missing figures."""
     alone = None if findings.baseline is None else findings.baseline.samples_per_second
     result: dict[str, Any] = {
         "format": FORMAT,
@@ -119,47 +119,46 @@ def as_json(findings: Findings, facts: Machine) -> dict[str, Any]:
 
 
 def definitions(findings: Findings) -> list[str]:
-    """What the columns mean, for those that are there."""
+    """Return the definitions of the table's columns."""
     rows = findings.rows
-    there = keys_shown(rows)
+    keys = keys_shown(rows)
     most = max(row.runs for row in rows)
-    clock = "virtual seconds" if findings.engine == "virtual" else "seconds"
+    clock = "simulated seconds" if findings.engine == "virtual" else "seconds"
     n = f"up to {most}" if any(row.runs != most for row in rows) else str(most)
     notes = [
-        "Each figure is the mean over the runs (seeds), and behind ± their sample standard "
-        f"deviation; n = {n}."
+        f"Figures are means over runs (seeds) ± sample standard deviation; n = {n}."
         if most > 1
-        else "n = 1: one run each, so nothing is known of the spread over seeds."
+        else "n = 1: one run each, so the spread over seeds is unknown."
     ]
     texts = {
-        "test_accuracy": "The table is in the order of accuracy, of equal ones in that of time. "
-        "accuracy: of the global model at the end of the run, on the test data.",
+        "test_accuracy": "accuracy: test accuracy of the global model at the end of the run. The "
+        "table is sorted by accuracy, then by time.",
         "seconds": f"time: training time in {clock}, without set-up, evaluations and checkpoints.",
         "seconds_to_target": f"time to {findings.target or 0:g}: training time until the first "
-        "evaluation at or above this accuracy; nothing is interpolated, so it is no finer than "
+        "evaluation at or above this accuracy, without interpolation, so its resolution is "
         "--eval-every. The mean is over the runs that reached it: (k of n).",
-        "samples_per_second": "samples/s: throughput of all workers together.",
+        "samples_per_second": "throughput: of all workers.",
         "wait_fraction": "waiting: share of the training time that workers waited for "
         "communication.",
-        "bytes_sent_per_step": "bytes/step: sent by a worker for a step; what it receives, and "
-        "what servers send, is not in it.",
+        "bytes_sent_per_step": "bytes/step: sent per step and worker, without received bytes and "
+        "those sent by servers.",
         "coalesced_fraction": "coalesced: share of the gradients that were added to another one "
-        "before they were sent, since the network was behind; none is lost by that.",
+        "before they were sent, because the network was too slow; none is lost.",
     }
-    notes += [text for key, text in texts.items() if key in there]
+    notes += [text for key, text in texts.items() if key in keys]
     if findings.baseline is not None:
         notes.append(
-            f"speed-up: throughput over that of one worker alone, "
+            f"speedup: throughput relative to one worker alone, "
             f"{findings.baseline.samples_per_second:,.6g} samples/s ({findings.baseline.source})."
         )
     else:
-        notes.append("No speed-up: the throughput of one worker alone is not known (--baseline).")
+        notes.append("No speedup: the throughput of one worker alone is unknown (--baseline).")
     if ideals := findings.ideals.values():
         low, high = min(ideals), max(ideals)
-        values = f"{low:,.6g}" if low == high else f"{low:,.6g} to {high:,.6g}, as the runs differ"
+        values = f"{low:,.6g}" if low == high else f"{low:,.6g} to {high:,.6g}"
         notes.append(
-            f"ideal, dashed in {plots.THROUGHPUT}: the sum of the workers' own speeds, slow-downs "
-            f"counted: {values} samples/s."
+            f"ideal (dashed in {plots.THROUGHPUT}): sum of the workers' individual speeds, with "
+            f"slowdowns: {values} samples/s."
         )
     return notes
 
@@ -175,7 +174,7 @@ def _markdown(findings: Findings, facts: Machine, pictures: Sequence[str]) -> st
     parts += ["## Command", f"    {findings.command}", *_options(findings)]
     versions = {"aladdin_mpi": aladdin_mpi.__version__, **facts}
     lines = [f"- {key}: {value}" for key, value in versions.items() if value is not None]
-    place = "Machine" if findings.shared is not None else "Machine that read them"
+    place = "Machine" if findings.shared is not None else "Machine of this report"
     parts += [f"## {place} and versions", "\n".join(lines)]
     return "\n\n".join(parts) + "\n"
 
@@ -183,14 +182,14 @@ def _markdown(findings: Findings, facts: Machine, pictures: Sequence[str]) -> st
 def _options(findings: Findings) -> list[str]:
     if findings.shared is None:
         folders = "\n".join(f"- {run.label}: {run.folder}" for run in findings.runs)
-        return ["Runs read, with their options in config.toml:", folders]
+        return ["The runs, whose options are in config.toml:", folders]
     words = shlex.join(findings.shared)
-    of_all = f"`{words}`" if words else "none, all have their defaults"
+    of_all = f"`{words}`" if words else "defaults"
     lines = [f"- {name}: `{shlex.join(more)}`" for name, more in findings.variants.items()]
     return [
-        f"Options of every run: {of_all}. The complete ones stand in each run's folder, "
-        "runs/LABEL/seed-SEED, in config.toml.",
-        *(["Options of single ones on top:", "\n".join(lines)] if lines else []),
+        f"Options of every run: {of_all}. All options of a run are in "
+        "runs/LABEL/seed-SEED/config.toml.",
+        *(["Additional options:", "\n".join(lines)] if lines else []),
     ]
 
 
@@ -198,11 +197,11 @@ _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
 def compare(request: ComparisonRequest) -> int:
-    """Run or read what a command line asks for; returns the exit status.
+    """Make or read the requested runs, report, and return the exit status.
 
     Raises:
-        UserError: it cannot be done as asked.
-        TerminatedError: it was stopped by a signal; nothing of it is left running.
+        UserError: an invalid request.
+        TerminatedError: a signal stopped the comparison; all its runs have ended.
     """
     if any(name in os.environ for name in _RANK_VARIABLES):
         raise UserError(
@@ -255,8 +254,8 @@ def _run(request: ComparisonRequest) -> int:
         if isinstance(alone, Run):
             baselines.write_options(alone)
         runner = Runner(lambda run: _command(request, run), options.jobs, lock)
-        ended = sum(run.finished for run in every)
-        before = f", {ended} of them finished before" if ended else ""
+        finished = sum(run.finished for run in every)
+        before = f", {finished} already finished" if finished else ""
         print(f"{len(every)} runs in {out}{before}", file=sys.stderr, flush=True)
         runner.run(every)
         failures = [str(failure) for failure in runner.failures]
@@ -264,17 +263,17 @@ def _run(request: ComparisonRequest) -> int:
 
 
 def _default_out(request: ComparisonRequest) -> Path:
-    """``comparisons/ENGINE-MODEL-DATASET``, so that the same command finds its runs again."""
+    """Return ``comparisons/ENGINE-MODEL-DATASET``, in which the same command finds its runs."""
     options = plan(request, Path("comparisons"))[0].options
     name = f"{request.options.engine}-{options.model}-{options.dataset}"
     return Path("comparisons") / name.replace("/", "_").replace(":", "_")
 
 
 def _baseline(request: ComparisonRequest, runs: Sequence[Run], out: Path) -> Baseline | Run:
-    """One worker's throughput, or the run that measures it."""
+    """Return the baseline, or the run that measures it."""
     if request.options.baseline is not None:
         return Baseline(request.options.baseline, GIVEN)
-    # Of the options that all have in common, if there is an algorithm without others.
+    # From the common options, if an algorithm has no others.
     plain = next((run for run in runs if not run.entry.words), runs[0])
     return baselines.from_options(plain.options) or baselines.measuring_run(request, out)
 
@@ -294,12 +293,12 @@ def _report(
     out: Path,
 ) -> int:
     options = request.options
-    ended = [run for run in runs if run.finished]
+    finished = [run for run in runs if run.finished]
     if isinstance(alone, Run):
         alone = baselines.measured(alone) if alone.finished else None
-    if ended:
-        figures = [read_figures(run.folder, run.entry.label) for run in ended]
-        sizes = [(run.entry.label, run.options, options.workers) for run in ended]
+    if finished:
+        figures = [read_figures(run.folder, run.entry.label) for run in finished]
+        sizes = [(run.entry.label, run.options, options.workers) for run in finished]
         findings = Findings(
             command=folder.command_line(request),
             engine=options.engine,
@@ -324,7 +323,7 @@ def _show(findings: Findings, out: Path | None) -> None:
     cells = make_cells(findings.rows, findings.target, "+-")
     print(findings.title, "", plain(cells), "", *findings.notes, sep="\n")
     if (alone := findings.baseline) is not None:
-        print(f"one worker alone: {alone.samples_per_second:,.6g} samples/s, {alone.source}")
+        print(f"baseline (one worker): {alone.samples_per_second:,.6g} samples/s, {alone.source}")
     if out is not None:
-        print(*plots.not_drawn(), f"report in {out / REPORT}", sep="\n")
+        print(*plots.not_drawn(), f"report written to {out / REPORT}", sep="\n")
     sys.stdout.flush()

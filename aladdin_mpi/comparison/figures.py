@@ -1,4 +1,4 @@
-"""The figures of finished runs, and their means and spreads over seeds."""
+"""Figures of finished runs, with mean and spread over seeds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import csv
 import io
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,29 +18,29 @@ from aladdin_mpi.process import console, files
 
 HEADINGS = {
     "test_accuracy": "accuracy",
-    "seconds": "time, s",
-    "seconds_to_target": "time to {:g}, s",
-    "samples_per_second": "samples/s",
-    "speed_up": "speed-up",
-    "wait_fraction": "waiting, %",
+    "seconds": "time (s)",
+    "seconds_to_target": "time to {:g} (s)",
+    "samples_per_second": "throughput (samples/s)",
+    "speed_up": "speedup",
+    "wait_fraction": "waiting (%)",
     "bytes_sent_per_step": "bytes/step",
-    "coalesced_fraction": "coalesced, %",
+    "coalesced_fraction": "coalesced (%)",
 }
-"""Headings of what is compared, in the order of the table."""
+"""Headings of the compared figures, in the order of the table."""
 KEYS = tuple(HEADINGS)
 DECIMALS = {"test_accuracy": 4, "speed_up": 2, "bytes_sent_per_step": 0}
-"""Of those that are not shown with four digits, or as a percentage with three."""
+"""Decimals of figures that are not shown with four digits, or as percentages with three."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A measurement of the global model while a run went on."""
+    """An evaluation of the global model during a run."""
 
     samples: int
     seconds: float
     accuracy: float
     model_variance: float | None = None
-    """Among the workers; None where it was not measured."""
+    """The variance among the workers' models; None if it was not measured."""
 
 
 @dataclass(frozen=True)
@@ -53,22 +53,22 @@ class RunFigures:
     evaluations: Sequence[Evaluation] = field(repr=False)
 
     def value(self, key: str) -> float | None:
-        """A figure of its summary; None where there is none, or none that is finite."""
-        found = self.summary.get(key)
-        return float(found) if found is not None and math.isfinite(found) else None
+        """Return a figure of the summary; None if it is missing or not finite."""
+        value = self.summary.get(key)
+        return float(value) if value is not None and math.isfinite(value) else None
 
     def seconds_to(self, target: float) -> float | None:
-        """Training time until the first evaluation with this accuracy or more."""
+        """Return the training time to the first evaluation at or above this accuracy, or None."""
         return next((e.seconds for e in self.evaluations if e.accuracy >= target), None)
 
     @property
     def coalesced_fraction(self) -> float | None:
-        """Share of the gradients that were added to another before they were sent."""
+        """The share of gradients that were added to another before they were sent."""
         coalesced, computed = self.value("gradients_coalesced"), self.value("gradients_computed")
         return None if coalesced is None or not computed else coalesced / computed
 
     def all_values(self, target: float | None, baseline: float | None) -> dict[str, float | None]:
-        """Every figure of ``KEYS``."""
+        """Return the figures of ``KEYS``."""
         values = {key: self.value(key) for key in KEYS}
         values["coalesced_fraction"] = self.coalesced_fraction
         throughput = self.value("samples_per_second")
@@ -81,12 +81,12 @@ class RunFigures:
     def __str__(self) -> str:
         accuracy, seconds = self.value("test_accuracy"), self.value("seconds")
         parts = [] if accuracy is None else [f"accuracy {accuracy:.4f}"]
-        parts += [f"{console.number(seconds)} s training time"] if seconds is not None else []
+        parts += [f"training time {console.number(seconds)} s"] if seconds is not None else []
         return ", ".join([*parts, console.throughput(self.value("samples_per_second") or 0.0)])
 
 
 def read_figures(folder: Path, label: str) -> RunFigures:
-    """Read a run folder.
+    """Return the figures in a run folder.
 
     Raises:
         UserError: its files cannot be read.
@@ -116,7 +116,7 @@ class Spread:
 
     mean: float
     std: float | None
-    """Sample standard deviation (divided by n - 1); None of a single run."""
+    """Sample standard deviation (divided by n - 1); None for a single run."""
     low: float
     high: float
     n: int
@@ -124,7 +124,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class TableRow:
-    """A line of the table."""
+    """A row of the table."""
 
     label: str
     algorithm: str
@@ -132,30 +132,30 @@ class TableRow:
     figures: Mapping[str, Spread | None]
 
     def mean(self, key: str) -> float | None:
-        """The mean of a figure, if there is one."""
+        """Return the mean of a figure; None if it is missing."""
         spread = self.figures[key]
         return None if spread is None else spread.mean
 
     def has(self, key: str) -> bool:
-        """Whether there is a figure to show: a share of coalesced gradients only if any were."""
+        """Return whether to show a figure; coalesced gradients only if there were any."""
         spread = self.figures[key]
         return spread is not None and (key != "coalesced_fraction" or spread.high > 0)
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
-    """Mean and spread of the values that are there, rounded; None without any."""
-    found = [value for value in values if value is not None]
-    if not found:
+    """Return mean and spread of the known values, rounded; None without any."""
+    known = [value for value in values if value is not None]
+    if not known:
         return None
-    mean = rounded(statistics.fmean(found))
-    std = rounded(statistics.stdev(found)) if len(found) > 1 else None
-    return Spread(mean, std, min(found), max(found), len(found))
+    mean = rounded(statistics.fmean(known))
+    std = rounded(statistics.stdev(known)) if len(known) > 1 else None
+    return Spread(mean, std, min(known), max(known), len(known))
 
 
 def make_rows(
     runs: Sequence[RunFigures], target: float | None, baseline: float | None
 ) -> list[TableRow]:
-    """A row for each label: the highest accuracy first, of equal ones the shortest time."""
+    """Return a row for each label, sorted by descending accuracy, then by ascending time."""
     rows = []
     for label in dict.fromkeys(run.label for run in runs):
         same = [run for run in runs if run.label == label]
@@ -174,23 +174,17 @@ def make_rows(
 
 
 def four_digits(value: float) -> int:
-    """Decimals that leave a number of four digits; none for large ones."""
+    """Return the number of decimals for four significant digits; 0 for large numbers."""
     return max(0, 3 - math.floor(math.log10(abs(value)))) if value else 0
 
 
 def keys_shown(rows: Sequence[TableRow]) -> list[str]:
-    """Those of ``KEYS`` of which some row has a value."""
+    """Return those of ``KEYS`` for which any row has a value."""
     return [key for key in KEYS if any(row.has(key) for row in rows)]
 
 
 def make_cells(rows: Sequence[TableRow], target: float | None, sign: str) -> list[list[str]]:
-    """Headings and lines; columns without any value are left out.
-
-    Args:
-        rows: in their order.
-        target: the accuracy that times were measured to.
-        sign: what stands between mean and standard deviation.
-    """
+    """Return cells with headings, without empty columns; ``sign`` precedes standard deviations."""
     keys = keys_shown(rows)
     headings = [HEADINGS[key].format(target or 0) for key in keys]
     table = [["", "algorithm", "runs", *headings]]
@@ -200,47 +194,48 @@ def make_cells(rows: Sequence[TableRow], target: float | None, sign: str) -> lis
     return table
 
 
-def _cell(found: Spread | None, key: str, runs: int, sign: str) -> str:
-    if found is None:
+def _cell(figure: Spread | None, key: str, runs: int, sign: str) -> str:
+    if figure is None:
         return "never" if key == "seconds_to_target" else "-"
-    scale = 100.0 if HEADINGS[key].endswith("%") else 1.0
-    mean = found.mean * scale
+    scale = 100.0 if HEADINGS[key].endswith("(%)") else 1.0
+    mean = figure.mean * scale
     decimals = DECIMALS[key] if key in DECIMALS else four_digits(mean)
-    if scale != 1.0:  # of a share below 0.0001 % nothing is left
+    if scale != 1.0:  # shares below 0.0001 % are shown as 0
         decimals = min(4, max(0, decimals - 1))
     text = f"{mean:,.{decimals}f}"
-    if found.std is not None:
-        text += f" {sign} {found.std * scale:,.{decimals}f}"
-    return text if found.n == runs else f"{text} ({found.n} of {runs})"
+    if figure.std is not None:
+        text += f" {sign} {figure.std * scale:,.{decimals}f}"
+    return text if figure.n == runs else f"{text} ({figure.n} of {runs})"
 
 
-def plain(table: Sequence[Sequence[str]], names: int = 1) -> str:
-    """Lines of a terminal: column ``names`` to the left, figures to the right."""
+def plain(table: Sequence[Sequence[str]], left: Collection[int] = (1,)) -> str:
+    """Return a plain-text table: columns ``left`` aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if place == names else cell.rjust(width)
+            cell.ljust(width) if place in left else cell.rjust(width)
             for place, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in table
     )
 
 
-def markdown(table: Sequence[Sequence[str]]) -> str:
-    """The same for Markdown."""
-    lines = [table[0], ["---:", "---", *["---:"] * (len(table[0]) - 2)], *table[1:]]
+def markdown(table: Sequence[Sequence[str]], left: Collection[int] = (1,)) -> str:
+    """Return a Markdown table: columns ``left`` aligned left, the others right."""
+    rule = ["---" if place in left else "---:" for place in range(len(table[0]))]
+    lines = [table[0], rule, *table[1:]]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def as_csv(rows: Sequence[TableRow]) -> str:
-    """For programs: SI units, fractions from 0 to 1; an empty field where there is no value."""
+    """Return the table as CSV: SI units, fractions from 0 to 1, empty fields without a value."""
     shown, parts = keys_shown(rows), ("mean", "std", "low", "high", "n")
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     names = [f"{key}_{part}" for key in shown for part in parts]
     writer.writerow(["rank", "label", "algorithm", "runs", *names])
     for rank, row in enumerate(rows, start=1):
-        found = [row.figures[key] for key in shown]
-        values = [getattr(each, part, None) for each in found for part in parts]
+        figures = [row.figures[key] for key in shown]
+        values = [getattr(each, part, None) for each in figures for part in parts]
         writer.writerow([rank, row.label, row.algorithm, row.runs, *values])
     return stream.getvalue()

@@ -1,4 +1,4 @@
-"""The folder of a comparison, and the machine that it ran on."""
+"""The folder of a comparison, and facts about the machine."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from aladdin_mpi.process.files import open_own, write_whole
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _ROOT = _PACKAGE.parent
-# In a process of its own, because the setting would hold for this one's MPI as well.
+# In a separate process, because the setting would affect this process's MPI too.
 _ASK_MPI = (
     "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
     "print(MPI.Get_library_version())"
 )
 
 Machine = Mapping[str, str | int | float | None]
-"""Facts by name; None for what cannot be found out."""
+"""Facts by name; None for unknown ones."""
 
 
 def machine() -> Machine:
-    """The hardware and the versions in use; None for what cannot be found out.
+    """Return facts about hardware and versions.
 
-    ``cores`` are those this process may use, ``memory_gib`` is the machine's main memory in
-    GiB, ``date`` is in UTC. ``commit`` is that of the package's checkout, if it runs from one,
-    and ends in "+changes" where that was modified.
+    ``cores`` are those that this process may use, ``memory_gib`` is the main memory in GiB,
+    ``date`` is in UTC. ``commit`` is that of the package's checkout, if it runs from one, and ends
+    in "+changes" if that was modified.
     """
     gpus = _output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"])
     mpi = _output([sys.executable, "-c", _ASK_MPI])
@@ -50,7 +50,7 @@ def machine() -> Machine:
         "python": platform.python_version(),
         "torch": _version("torch"),
         "mpi4py": _version("mpi4py"),
-        # Its name and version, without the details of how it was built.
+        # Name and version, without build details.
         "mpi": mpi.splitlines()[0].partition(",")[0].strip("\0 ") if mpi else None,
         "commit": _commit(),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
@@ -91,39 +91,39 @@ def _version(package: str) -> str | None:
 
 def _commit() -> str | None:
     git = ["git", "-C", str(_ROOT)]
-    # An installed package may lie inside the checkout of something else.
+    # An installed package may be inside another project's checkout.
     if _output([*git, "ls-files", "--", str(_PACKAGE / "__init__.py")]) is None:
         return None
     commit = _output([*git, "rev-parse", "--short=12", "HEAD"])
-    # New results do not make it another program.
+    # New results are no change of the program.
     changed = _output([*git, "status", "--porcelain", "--", ".", ":!benchmarks/results"])
     return f"{commit}+changes" if commit and changed else commit
 
 
 def _output(command: list[str]) -> str | None:
-    """What a command prints, or None where it is missing, fails or prints nothing."""
+    """Return the output of a command; None if it is missing, fails or prints nothing."""
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return (ended.stdout.strip() or None) if ended.returncode == 0 else None
+    return (completed.stdout.strip() or None) if completed.returncode == 0 else None
 
 
 MANIFEST = "comparison.toml"
 LOCK = ".lock"
 LOCK_SECONDS = 15.0
-"""Runs of a comparison that was killed end by themselves, within this time."""
+"""Time in which the runs of a killed comparison end by themselves."""
 FIXED = ("engine", "workers")
-"""What cannot change when a comparison is resumed; each run's options are checked as well."""
+"""Options that must not change when a comparison is resumed, in addition to each run's."""
 
 
 def command_line(request: ComparisonRequest) -> str:
-    """The command that was typed."""
+    """Return the command line of the comparison."""
     return shlex.join(["python", "-m", PROG, *request.words])
 
 
 def check_out(out: Path, options: CompareOptions) -> None:
-    """Refuse a folder that belongs to something else.
+    """Refuse a folder with other contents.
 
     Raises:
         UserError: it holds other files, or another comparison.
@@ -158,14 +158,14 @@ def check_out(out: Path, options: CompareOptions) -> None:
 
 @contextmanager
 def claimed(out: Path, request: ComparisonRequest) -> Iterator[int]:
-    """Make the folder, keep other comparisons out of it; gives the lock's descriptor.
+    """Create and lock the folder, and yield the lock's descriptor.
 
-    Children inherit it: the folder stays locked until the last of them has ended, even if the
-    comparison itself was killed.
+    Children inherit the descriptor: the folder stays locked until the last of them has ended, even
+    if the comparison itself is killed.
 
     Raises:
-        UserError: it cannot be written, or another comparison is at work there, or the lock's
-            file is a symbolic link.
+        UserError: the folder cannot be written, another comparison is using it, or the lock file is
+            a symbolic link.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)

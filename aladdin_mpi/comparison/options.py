@@ -27,7 +27,7 @@ DESCRIPTION = (
 )
 SEPARATOR = "--"
 ALL = "all"
-READ_BESIDE = frozenset({"read", "out", "target_accuracy", "baseline"})
+READ_WITH = frozenset({"read", "out", "target_accuracy", "baseline"})
 """Options that may be passed with ``--read``."""
 
 SET_HERE = {
@@ -171,10 +171,10 @@ def read_request(argv: Sequence[str] | None) -> ComparisonRequest:
     given = reader.read(CompareOptions, own, PROG, DESCRIPTION)
     options = build(CompareOptions, given)
     if options.read:
-        others = [s.origin for path, s in given.items() if path[0] not in READ_BESIDE]
+        others = [s.origin for path, s in given.items() if path[0] not in READ_WITH]
         others += [SEPARATOR] if shared else []
         if others:
-            allowed = ", ".join(f"--{kebab(name)}" for name in sorted(READ_BESIDE - {"read"}))
+            allowed = ", ".join(f"--{kebab(name)}" for name in sorted(READ_WITH - {"read"}))
             raise UserError(
                 f"{', '.join(others)} cannot be combined with --read, which runs nothing. Leave "
                 f"it out. Options allowed with --read: {allowed}"

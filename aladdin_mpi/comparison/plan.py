@@ -1,4 +1,4 @@
-"""Which runs a comparison consists of, each checked before any is started."""
+"""The runs of a comparison, all checked before the first is started."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ NOT_COMPARED = {"download", "log_every", "overwrite", "progress", "quiet", "resu
     "timeout"
 }
 """Options in which a stored run may differ: they change neither result nor time."""
-_BEHIND = "after --: "
+_AFTER_SEPARATOR = "after --: "
 _VARIANT = re.compile(r"([A-Za-z0-9][\w.+-]*)=(.*)", re.DOTALL | re.ASCII)
 
 
 @dataclass(frozen=True)
 class PlanEntry:
-    """A line of the table: an algorithm, perhaps with options of its own."""
+    """A row of the table: an algorithm, possibly with additional options."""
 
     label: str
     algorithm: str
@@ -56,7 +56,7 @@ class PlanEntry:
 
     @property
     def origin(self) -> str:
-        """The head of an error about its options."""
+        """The prefix of errors about its options."""
         return f"--variants {self.label}: "
 
 
@@ -65,8 +65,8 @@ class Run:
     """A single run of a comparison.
 
     Attributes:
-        words: its command line, without what depends on the state of its folder.
-        options: what these words mean.
+        words: its command line, without options that depend on the state of its folder.
+        options: the options in ``words``.
     """
 
     entry: PlanEntry
@@ -78,21 +78,21 @@ class Run:
 
     @property
     def title(self) -> str:
-        """How it is called in messages."""
+        """The name in messages."""
         return f"{self.entry.label}, seed {self.seed}"
 
     @property
     def log(self) -> Path:
-        """The file for what the run prints."""
+        """The file with the run's output."""
         return self.folder / LOG
 
     @property
     def finished(self) -> bool:
-        """Whether its folder holds the whole run."""
+        """Whether the run is complete."""
         return (self.folder / SUMMARY).is_file()
 
     def start_words(self) -> list[str]:
-        """The command line that starts it, or resumes it from its last checkpoint."""
+        """Return the options that start the run, or resume it from its last checkpoint."""
         if CheckpointStore(self.folder).exists:
             return ["--resume", str(self.folder)]
         again = ["--overwrite"] if (self.folder / CONFIG_NAME).exists() else []
@@ -100,17 +100,17 @@ class Run:
 
 
 def plan(request: ComparisonRequest, out: Path) -> list[Run]:
-    """The runs, seed after seed, so that an unfinished comparison has all algorithms.
+    """Return the runs, ordered by seed, so that an unfinished comparison has all algorithms.
 
     Raises:
-        UserError: an unknown algorithm, a bad option, or a stored run with other options.
+        UserError: an unknown algorithm, an invalid option, or a stored run with other options.
     """
     options = request.options
-    found = entries(options)
-    shared = _check_words(options, request.shared, _BEHIND)
-    own = {entry: _check_words(options, entry.words, entry.origin) for entry in found}
-    runs = [_run(request, entry, seed, out) for seed in options.seeds for entry in found]
-    _check_used(runs, shared, _BEHIND)
+    lines = entries(options)
+    shared = _check_words(options, request.shared, _AFTER_SEPARATOR)
+    own = {entry: _check_words(options, entry.words, entry.origin) for entry in lines}
+    runs = [_run(request, entry, seed, out) for seed in options.seeds for entry in lines]
+    _check_used(runs, shared, _AFTER_SEPARATOR)
     for run in runs:
         _check_used([run], own[run.entry], run.entry.origin)
         _check_stored(run)
@@ -118,22 +118,22 @@ def plan(request: ComparisonRequest, out: Path) -> list[Run]:
 
 
 def entries(options: CompareOptions) -> list[PlanEntry]:
-    """The algorithms and variants to compare; UserError for one that is unknown or unreadable."""
+    """Return the algorithms and variants to compare; UserError if one is invalid."""
     names = options.algorithms or (() if options.variants else (ALL,))
     if ALL in names:
         names = tuple(ALGORITHMS)
     for name in names:
         _check_name("--algorithms", name, [*ALGORITHMS, ALL])
-    found = {name: PlanEntry(name, name) for name in names}
+    by_label = {name: PlanEntry(name, name) for name in names}
     for text in options.variants:
         entry = _variant(text)
-        if entry.label in found:
+        if entry.label in by_label:
             raise UserError(
                 f"--variants: expected a label of its own for each, got {entry.label!r} twice; "
                 "choose another"
             )
-        found[entry.label] = entry
-    return list(found.values())
+        by_label[entry.label] = entry
+    return list(by_label.values())
 
 
 def _variant(text: str) -> PlanEntry:
@@ -161,21 +161,21 @@ def _check_name(origin: str, name: str, known: Sequence[str]) -> None:
 
 def _check_used(runs: Sequence[Run], given: Settings, where: str) -> None:
     """Refuse an option that has no effect on any of these runs."""
-    found = [unused(run.options, given) for run in runs]
-    for flag, remedy in found[0].items():
-        if all(flag in each for each in found):
+    flags = [unused(run.options, given) for run in runs]
+    for flag, remedy in flags[0].items():
+        if all(flag in each for each in flags):
             raise UserError(f"{where}{flag} has no effect {remedy}")
 
 
 def _check_words(options: CompareOptions, words: Sequence[str], where: str) -> Settings:
-    """What these words say; refuses a typing error, and what the comparison itself decides."""
+    """Return the settings in these words; refuse invalid ones, and those the comparison sets."""
     try:
         given = read_run_words(options, words)
     except UserError as error:
         raise UserError(f"{where}{error}") from None
     for path, setting in given.items():
         instead = SET_HERE.get(path[0])
-        # A file of options may be that of some run: what is set here goes over it.
+        # A file of options may be that of a run; the comparison overrides its settings.
         typed = setting.origin.startswith("--")
         if instead and (typed or (path[0] == "resume" and setting.value is not None)):
             raise UserError(f"{where}{setting.origin}: {set_here(instead)}")
@@ -198,10 +198,10 @@ def _run(request: ComparisonRequest, entry: PlanEntry, seed: int, out: Path) -> 
 
 
 def ranks_of(name: str, options: RunOptions, workers: int) -> int:
-    """The ranks of a run with so many workers.
+    """Return the number of ranks of a run with this number of workers.
 
     Raises:
-        UserError: the algorithm, or an option, does not go with them.
+        UserError: the algorithm or an option does not support it.
     """
     algorithm = find_algorithm(name)
     servers = options.servers if algorithm.has_servers else 0
@@ -213,15 +213,15 @@ def ranks_of(name: str, options: RunOptions, workers: int) -> int:
 
 
 def _check_stored(run: Run) -> None:
-    """Refuse a folder that holds another run than this, with what differs."""
+    """Refuse a folder with another run, naming the differences."""
     if not (run.folder / CONFIG_NAME).is_file():
         return
     stored = _stored_options(run.folder, type(run.options))
-    found = differences(_comparable(stored), _comparable(run.options))
-    if found:
+    changes = differences(_comparable(stored), _comparable(run.options))
+    if changes:
         raise UserError(
             f"--out: {run.folder} holds a run with different options (its value first): "
-            f"{'; '.join(found[:8])}. Choose another --out, use the old options, or remove that "
+            f"{'; '.join(changes[:8])}. Choose another --out, use the old options, or remove that "
             "folder."
         )
 
@@ -231,9 +231,9 @@ def _stored_options(folder: Path, model: type[RunOptions]) -> RunOptions:
 
 
 def _comparable(options: RunOptions) -> dict[str, object]:
-    """What two runs must have in common to be the same run."""
+    """Return the options that two runs must share to be the same run."""
     facts = options.model_dump(mode="json", exclude=NOT_COMPARED)
-    # A default that says the same as what older runs have stored in words.
+    # This default is equal to the value that older runs have stored.
     if options.wire == "auto" and find_algorithm(options.algorithm).auto_wire == "fp32":
         facts["wire"] = "fp32"
     return facts
@@ -241,9 +241,9 @@ def _comparable(options: RunOptions) -> dict[str, object]:
 
 # -- finished runs ---------------------------------------------------------------------------
 EQUAL = ("engine", "workers", "model", "dataset", "samples", "version")
-"""Facts of the summary that a comparison expects to be the same everywhere."""
-BESIDE = ("checkpoint_every", "eval_every", "log_every", "data_dir", "seed", "algorithm")
-"""Options that do not tell two rows of the table apart."""
+"""Facts of the summary that should be the same in all runs."""
+UNLABELLED = ("checkpoint_every", "eval_every", "log_every", "data_dir", "seed", "algorithm")
+"""Options that do not distinguish two rows of the table."""
 
 
 @dataclass(frozen=True)
@@ -255,10 +255,10 @@ class ReadRun:
 
 
 def read_runs(folders: Sequence[Path]) -> list[ReadRun]:
-    """The runs in these folders; those that differ in nothing but the seed share a label.
+    """Return the runs in these folders; those that differ only in the seed share a label.
 
     Raises:
-        UserError: one of them holds no finished run, or is named twice.
+        UserError: a folder has no finished run, or is named twice.
     """
     places = [folder.resolve() for folder in folders]
     for folder in folders:
@@ -273,11 +273,11 @@ def read_runs(folders: Sequence[Path]) -> list[ReadRun]:
                 f"no {' and no '.join(missing)}; name another, or complete the run with --resume "
                 "first"
             )
-    found = [_read(folder) for folder in folders]
-    labels = _labels([_facts(run) for run in found])
+    runs = [_read(folder) for folder in folders]
+    labels = _labels([_facts(run) for run in runs])
     return [
         ReadRun(replace(run.figures, label=label), run.options)
-        for run, label in zip(found, labels, strict=True)
+        for run, label in zip(runs, labels, strict=True)
     ]
 
 
@@ -288,37 +288,37 @@ def _read(folder: Path) -> ReadRun:
 
 
 def _facts(run: ReadRun) -> dict[str, Any]:
-    """What a row of the table has in common: its options, and its number of workers."""
-    facts = {name: v for name, v in _comparable(run.options).items() if name not in BESIDE}
+    """Return the facts shared by the runs of a row: options and number of workers."""
+    facts = {name: v for name, v in _comparable(run.options).items() if name not in UNLABELLED}
     about = {name: run.figures.summary.get(name) for name in ("algorithm", "engine", "workers")}
     return facts | about
 
 
 def _labels(facts: Sequence[dict[str, Any]]) -> list[str]:
-    """The algorithm's name and, where it occurs with several options, those that differ."""
+    """Return labels: the algorithm's name and, if it occurs with several options, these."""
     labels = []
     for own in facts:
         others = [other for other in facts if other["algorithm"] == own["algorithm"]]
-        # A line reads "aladdin.pi: 4 and 2"; the first value is its own.
+        # A line is "aladdin.pi: 4 and 2", with this run's value first.
         lines = [line for other in others for line in differences(own, other)]
-        told = dict.fromkeys(line.split(" and ")[0].replace(": ", " ") for line in lines)
-        parts = [part for part in told if not part.endswith(" absent")]
+        differing = dict.fromkeys(line.split(" and ")[0].replace(": ", " ") for line in lines)
+        parts = [part for part in differing if not part.endswith(" absent")]
         name = own["algorithm"]
         labels.append(", ".join([name, *(part.removeprefix(f"{name}.") for part in parts)]))
     return labels
 
 
 def unequal(runs: Sequence[RunFigures]) -> list[str]:
-    """A note for each fact that a fair comparison wants equal and that is not."""
+    """Return a note for each fact that should be equal in a fair comparison but differs."""
     notes = []
     for name in EQUAL:
         values = {json.dumps(run.summary.get(name)) for run in runs}
         if len(values) > 1:
-            notes.append(f"The runs are not equal in {name}: {', '.join(sorted(values))}.")
+            notes.append(f"The runs differ in {name}: {', '.join(sorted(values))}.")
     seeds: dict[str, list[int]] = {}
     for run in runs:
         seeds.setdefault(run.label, []).append(run.summary["seed"])
     if len({tuple(sorted(each)) for each in seeds.values()}) > 1:
         each = (f"{label}: {', '.join(map(str, sorted(own)))}" for label, own in seeds.items())
-        notes.append(f"Not all have the same seeds: {'; '.join(each)}.")
+        notes.append(f"The seeds differ: {'; '.join(each)}.")
     return notes

@@ -1,4 +1,4 @@
-"""The runs as child processes: how they are started and ended, and why one failed."""
+"""The runs as child processes: start, end and causes of failure."""
 
 from __future__ import annotations
 
@@ -31,21 +31,15 @@ END_SECONDS = 10.0
 """Time for a child to end by itself after SIGTERM."""
 PROBE_SECONDS = 30.0
 LAST_BYTES = 20_000
-"""Enough of a log's end to find why a run failed."""
+"""Bytes at the end of a log that are searched for the cause of a failure."""
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-_SAYS_WHY = re.compile(r"aladdin_mpi: error|^(\[rank \d+\] )?[A-Za-z_][\w.]*(Error|Exception)\b")
-_SAYS_NOTHING = re.compile(r"[\s\-=*]*|.*raised by rank \d+")
+_HAS_CAUSE = re.compile(r"aladdin_mpi: error|^(\[rank \d+\] )?[A-Za-z_][\w.]*(Error|Exception)\b")
+_HAS_NO_CAUSE = re.compile(r"[\s\-=*]*|.*raised by rank \d+")
 
 
 class Child:
-    """A run's process and its log.
-
-    Args:
-        command: the program and its arguments.
-        log: what it prints is added to this file.
-        lock: a descriptor that it inherits.
-    """
+    """A run's process, whose output is appended to ``log``, and which inherits ``lock``."""
 
     def __init__(self, command: Sequence[str], log: Path, lock: int) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -60,29 +54,29 @@ class Child:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=_environment(),
-                start_new_session=True,  # Ctrl-C is for the comparison, which ends its children
+                start_new_session=True,  # Ctrl-C reaches only the comparison
                 pass_fds=(lock,),
                 preexec_fn=_end_with_parent,
             )
 
     def status(self) -> int | None:
-        """The exit status, or None while it runs."""
+        """Return the exit status, or None while the process runs."""
         return self._process.poll()
 
     def error(self) -> str:
-        """The last line that says why it failed."""
+        """Return the last line of the log with a cause of failure."""
         with self._log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(self._start_of_log, size - LAST_BYTES))
             return last_error(file.read().decode(errors="replace"))
 
     def ask_to_end(self) -> None:
-        """Send SIGTERM; mpirun passes it on to its ranks."""
+        """Send SIGTERM, which mpirun forwards to its ranks."""
         if self._process.poll() is None:
             self._process.terminate()
 
     def end(self) -> None:
-        """Wait for its end, and kill it if that takes too long."""
+        """Wait for the process, and kill it if it does not end in time."""
         try:
             self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -91,31 +85,31 @@ class Child:
 
 
 def _end_with_parent() -> None:
-    """In the child: if the comparison is killed, its runs must not continue alone."""
+    """Set up in the child that it ends if the comparison is killed."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _environment() -> dict[str, str]:
-    """One thread to a process, unless the user says otherwise."""
+    """Return the environment of a run: one thread per process, unless the user sets another."""
     return {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **os.environ}
 
 
 def last_error(text: str) -> str:
-    """The line of a program's output that says best why it failed."""
+    """Return the line of a program's output that best describes its failure."""
     lines = [line.rstrip() for line in reversed(text.splitlines())]
-    reasons = [line for line in lines if _SAYS_WHY.search(line)]
-    return next(iter(reasons or [x for x in lines if not _SAYS_NOTHING.fullmatch(x)]), "")
+    reasons = [line for line in lines if _HAS_CAUSE.search(line)]
+    return next(iter(reasons or [x for x in lines if not _HAS_NO_CAUSE.fullmatch(x)]), "")
 
 
 def launcher(template: str, ranks: int) -> list[str]:
-    """The words that start so many ranks of what follows them.
+    """Return the words of a command line that start this number of ranks.
 
     Raises:
         UserError: the program does not exist.
     """
     words = shlex.split(template.replace("{ranks}", str(ranks)))
-    # Open MPI as a wheel lies beside this Python, on the path or not.
+    # Open MPI from a wheel is in the folder of this Python, which may not be on the path.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     program = shutil.which(words[0], path=path)
     if program is None:
@@ -127,10 +121,10 @@ def launcher(template: str, ranks: int) -> list[str]:
 
 
 def check_launcher(template: str, ranks: int) -> None:
-    """Try to start as many ranks of this Python, which do nothing.
+    """Check that the launcher can start this number of ranks, which do nothing.
 
     Raises:
-        UserError: it cannot be done.
+        UserError: it cannot.
     """
     command = [*launcher(template, ranks), sys.executable, "-c", "pass"]
     try:
@@ -144,7 +138,7 @@ def check_launcher(template: str, ranks: int) -> None:
             timeout=PROBE_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        return  # Open MPI 5 now and then misses the end of programs as short as this one
+        return  # Open MPI 5 occasionally misses the end of very short programs
     if ended.returncode:
         raise UserError(
             f"--mpirun: cannot start {ranks} ranks here: {shlex.join(command)} ended with status "
@@ -156,7 +150,7 @@ def check_launcher(template: str, ranks: int) -> None:
 
 @dataclass(frozen=True)
 class Failure:
-    """A run that has not completed."""
+    """A failed run."""
 
     run: Run
     status: int
@@ -168,11 +162,11 @@ class Failure:
 
 
 class Runner:
-    """Starts runs and follows them to their ends.
+    """Scheduler of the runs.
 
     Args:
-        command: the command of a run, for the state its folder is in.
-        jobs: how many at once.
+        command: returns the command of a run, which depends on the state of its folder.
+        jobs: number of simultaneous runs.
         lock: a descriptor that the children inherit.
     """
 
@@ -188,10 +182,10 @@ class Runner:
         self.failures: list[Failure] = []
 
     def run(self, runs: Sequence[Run]) -> None:
-        """Complete all runs; those that failed are in ``failures`` then.
+        """Complete all runs, and collect failed ones in ``failures``.
 
         Raises:
-            TerminatedError: SIGTERM or SIGINT has come; all children have ended.
+            TerminatedError: SIGTERM or SIGINT was received; all children have ended.
         """
         width = len(str(len(runs)))
         places = enumerate(runs, start=1)
@@ -225,17 +219,17 @@ class Runner:
             took, label = time.monotonic() - start, run.entry.label
             self._took.append((label, took))
             result = f"{read_figures(run.folder, label)}; took {console.duration(took)}"
-            say(f"{self._place[run]}{run.title}: {result}{self._left()}")
+            say(f"{self._place[run]}{run.title}: {result}{self._remaining()}")
 
-    def _left(self) -> str:
-        """An estimate from the runs that have ended: those of the same algorithm, if any."""
+    def _remaining(self) -> str:
+        """Return an estimate from finished runs, of the same algorithm if possible."""
         if not (self._waiting or self._running):
             return ""
         now = time.monotonic()
-        left = sum(self._expected(run) for run in self._waiting)
+        seconds = sum(self._expected(run) for run in self._waiting)
         for run, (_, start) in self._running.items():
-            left += max(self._expected(run) - (now - start), 0.0)
-        return f"; about {console.duration(left / self._jobs)} left"
+            seconds += max(self._expected(run) - (now - start), 0.0)
+        return f"; about {console.duration(seconds / self._jobs)} left"
 
     def _expected(self, run: Run) -> float:
         same = [took for label, took in self._took if label == run.entry.label]
@@ -253,7 +247,7 @@ class Runner:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Note SIGTERM and SIGINT; a second one ends the process as usual."""
+        """Record SIGTERM and SIGINT; a second one ends the process as usual."""
         before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
 
         def restore() -> None:

@@ -1,4 +1,4 @@
-"""``python -m aladdin_mpi.comparison.scaling FOLDER ...``: throughput against size, as a table."""
+"""``python -m aladdin_mpi.comparison.scaling FOLDER ...``: print a table of scaling."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 from aladdin_mpi.comparison.figures import RunFigures, plain, read_figures
 from aladdin_mpi.errors import UserError
 
-DESCRIPTION = "Print the throughput of finished runs against their size, as a table."
-HEADINGS = ["run", "workers", "servers", "samples/s", "speed-up", "efficiency, %", "waiting, %"]
+DESCRIPTION = "Print a table of the throughput of finished runs by number of workers."
+HEADINGS = ["run", "workers", "servers", "samples/s", "speedup", "efficiency (%)", "waiting (%)"]
 
 
 KEYS = ("workers", "servers", "samples_per_second", "wait_fraction")
 
 
 def table(runs: Sequence[RunFigures]) -> list[list[str]]:
-    """Headings and a line for each run; speed-up and efficiency are related to the first.
+    """Return headings and a line for each run, with the speedup relative to the first run.
 
-    Efficiency is the throughput of one worker, related to that of one worker of the first run.
+    Efficiency is the throughput per worker, relative to that of the first run.
     """
     lines = [HEADINGS]
     first_workers, _, first_rate, _ = (_value(runs[0], key) for key in KEYS)
@@ -34,17 +34,17 @@ def table(runs: Sequence[RunFigures]) -> list[list[str]]:
 
 
 def _value(run: RunFigures, key: str) -> float:
-    found = run.value(key)
-    if found is None:
+    value = run.value(key)
+    if value is None:
         raise UserError(f"{run.folder}: expected {key} in its summary, found none; run it again")
-    return found
+    return value
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table of the finished runs in the folders given; returns the exit status."""
+    """Print the table of the runs in the given folders and return the exit status."""
     parser = argparse.ArgumentParser("aladdin_mpi.comparison.scaling", description=DESCRIPTION)
     parser.add_argument(
-        "folders", nargs="*", type=Path, metavar="FOLDER", help="of a finished run, smallest first"
+        "folders", nargs="*", type=Path, metavar="FOLDER", help="folders of runs, smallest first"
     )
     folders = parser.parse_args(argv).folders
     try:
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(
                 "scaling: expected the folders of finished runs, got none; name at least one"
             )
-        print(plain(table([read_figures(folder, folder.name) for folder in folders]), names=0))
+        print(plain(table([read_figures(folder, folder.name) for folder in folders]), left=(0,)))
     except UserError as error:
         print(f"aladdin_mpi: error: {error}", file=sys.stderr)
         return 2

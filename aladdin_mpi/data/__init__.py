@@ -1,1 +1,1 @@
-"""Data sets and models: reading, augmenting, sampling, loading."""
+"""Datasets and models: reading, augmentation, sampling, loading."""

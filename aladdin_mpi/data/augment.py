@@ -1,9 +1,9 @@
 """Recipes that turn stored pixels into a network's inputs.
 
-:class:`SmallImages` is for sets whose images all have one small size, on whole batches at once,
-and :class:`LargeImages` for photographs of any size, one by one. Each has an evaluation view, and
-a training view whose random choices are read from a 64-bit key for each sample. Either takes a
-batch of stored images, or one decoded image.
+:class:`SmallImages` processes whole batches of images of one small size, :class:`LargeImages`
+photographs of any size, one by one. Both have an evaluation view, and a training view whose random
+choices are determined by a 64-bit key per sample. Both take a batch of stored images, or one
+decoded image.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Normalisation:
     maximum: float = 255.0
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Turn uint8 pixels (..., C, H, W) into float32 of about zero mean and unit variance."""
+        """Return uint8 pixels (..., C, H, W) as float32 with about zero mean and unit variance."""
         mean = torch.tensor(self.mean).view(-1, 1, 1)
         std = torch.tensor(self.std).view(-1, 1, 1)
         return pixels.to(torch.float32).mul_(1 / (self.maximum * std)).sub_(mean / std)
@@ -44,9 +44,9 @@ CIFAR10 = Normalisation((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 
 
 def crop_and_flip(images: Tensor, keys: UInt64Array, pad: int, flip: bool) -> Tensor:
-    """Shift each image by up to ``pad`` pixels over black; with ``flip`` mirror half of them.
+    """Shift each image by up to ``pad`` pixels over black; with ``flip``, mirror half of them.
 
-    Images are uint8 (N, C, H, W), ``keys`` (N,) are of :func:`~.sampler.sample_keys`.
+    Images are uint8 (N, C, H, W); ``keys`` (N,) come from :func:`~.sampler.sample_keys`.
     """
     count, channels, height, width = images.shape
     padded = np.zeros((count, channels, height + 2 * pad, width + 2 * pad), dtype=np.uint8)
@@ -55,7 +55,7 @@ def crop_and_flip(images: Tensor, keys: UInt64Array, pad: int, flip: bool) -> Te
     tops = bounded(keys, 0, 2 * pad + 1).tolist()
     lefts = bounded(keys, 1, 2 * pad + 1).tolist()
     mirrored = bounded(keys, 2, 2).tolist() if flip else [0] * count
-    # A loop over slices beats index tensors here: it copies rows, not single pixels.
+    # A loop over slices is faster than index tensors: it copies rows, not single pixels.
     for i, (top, left, mirror) in enumerate(zip(tops, lefts, mirrored, strict=True)):
         view = padded[i, :, top : top + height, left : left + width]
         result[i] = view[:, :, ::-1] if mirror else view
@@ -66,8 +66,8 @@ def crop_and_flip(images: Tensor, keys: UInt64Array, pad: int, flip: bool) -> Te
 class SmallImages:
     """Recipe for images that all have one small size (He et al. 2015, section 4.2).
 
-    Training: a crop after padding by ``pad`` black pixels, and a mirror image half of the time if
-    ``flip``; then ``policy``. At the end images are scaled to the side ``image_size``, if any.
+    Training: a crop after padding by ``pad`` black pixels; with ``flip``, mirrored half of the
+    time; then ``policy``. At the end, images are scaled to the side ``image_size``, if any.
     """
 
     normalisation: Normalisation
@@ -104,13 +104,13 @@ class SmallImages:
 
 @dataclass(frozen=True)
 class LargeImages:
-    """ImageNet's usual recipe.
+    """The usual recipe for ImageNet.
 
-    Training: a part of the image chosen by ``crop``, mirrored half of the time; then ``policy``.
+    Training: a part of the image selected by ``crop``, mirrored half of the time; then ``policy``.
     ``zoom`` is a random part of 8 to 100 % of the area, scaled to ``image_size`` (Szegedy et al.
-    2015); ``shift`` a square of ``image_size`` anywhere in the image scaled as for evaluation
-    (Krizhevsky et al. 2012); ``none`` the evaluation view. Evaluation: the shorter side scaled to
-    256/224 of ``image_size``, then the central square.
+    2015). ``shift`` is a random square of ``image_size`` in the image scaled as for evaluation
+    (Krizhevsky et al. 2012). ``none`` is the evaluation view. Evaluation: the shorter side is
+    scaled to 256/224 of ``image_size``, then the central square is cut out.
     """
 
     normalisation: Normalisation = IMAGENET
@@ -153,7 +153,7 @@ class LargeImages:
         return self.normalisation(to_tensor(image))
 
     def _shrunk(self, image: Image.Image) -> Image.Image:
-        """Scale the shorter side to a little more than ``image_size``."""
+        """Scale the shorter side to 256/224 of ``image_size``."""
         scale = round(self.image_size * 256 / 224) / min(image.size)
         size = (round(image.width * scale), round(image.height * scale))
         return image.resize(size, Image.Resampling.BILINEAR)
@@ -166,11 +166,11 @@ Recipe = SmallImages | LargeImages
 
 
 def random_box(width: int, height: int, draw: random.Random) -> tuple[int, int, int, int]:
-    """Draw a part of 8 to 100 % of an image, with sides as 3:4 to 4:3.
+    """Draw a random part of 8 to 100 % of an image, with an aspect ratio of 3:4 to 4:3.
 
     Returns:
-        Left, top, right, bottom in pixels. If ten draws do not fit into the image it is the
-        largest central part of allowed proportions.
+        Left, top, right, bottom in pixels. If ten draws do not fit into the image, the result is
+        the largest central part with an allowed aspect ratio.
     """
     for _ in range(10):
         area = width * height * draw.uniform(0.08, 1.0)
@@ -191,7 +191,7 @@ def to_tensor(image: Image.Image) -> Tensor:
 
 
 def to_image(pixels: Tensor) -> Image.Image:
-    """The inverse of :func:`to_tensor`."""
+    """Return uint8 pixels (3, H, W) or (1, H, W) as an RGB or grey image."""
     is_grey = pixels.shape[0] == 1
     return Image.fromarray((pixels[0] if is_grey else pixels.permute(1, 2, 0)).numpy())
 
@@ -207,14 +207,13 @@ DRAWING = frozenset(
     {torch.rand, torch.randn, torch.randint, torch.randperm, torch.bernoulli, torch.multinomial}
     | {torch.normal, Tensor.uniform_, Tensor.normal_, Tensor.bernoulli_, Tensor.random_}
 )
-"""Functions of torch that draw from the global generator unless they are given one."""
+"""Functions of torch that use the global generator by default."""
 
 
 class DrawFrom(TorchFunctionMode):
-    """In its block torch's functions draw from ``generator``, for which v2 has no argument.
+    """A context in which torch's functions draw from ``generator``, which v2 does not support.
 
-    Seeding the global generator instead is no option: other threads draw from it, such as an
-    evaluation's during training.
+    Seeding the global generator would affect other threads, such as an evaluation during training.
     """
 
     def __init__(self, generator: torch.Generator) -> None:
@@ -224,15 +223,15 @@ class DrawFrom(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call ``func``, with the generator if it draws."""
+        """Call ``func``, with the generator if it draws random numbers."""
         own = {"generator": self._generator} if func in DRAWING else {}
         return func(*args, **{**own, **(kwargs or {})})
 
 
 class Policy:
-    """One of :data:`CLASSES`, with torchvision's settings; raises UserError without torchvision.
+    """An augmentation policy of :data:`CLASSES`; raises UserError without torchvision.
 
-    ``learned_on`` is for AutoAugment the data that its policy was found for: ``CIFAR10`` or
+    ``learned_on`` is the data for which AutoAugment's policy was optimised: ``CIFAR10`` or
     ``IMAGENET``.
     """
 
@@ -245,7 +244,7 @@ class Policy:
 
     def __call__(self, image: Image.Image, key: int) -> Image.Image:
         """Return the image, grey or RGB and of the same size, changed by the 64-bit ``key``."""
-        # The generator takes 32 bits; the lower ones have placed the crop already.
+        # The generator takes 32 bits; the lower ones determine the crop.
         with DrawFrom(torch.Generator().manual_seed(key >> 32)):
             changed: Image.Image = self._transform(image)
         return changed

@@ -1,4 +1,4 @@
-"""The data sets known by name that are not folders or shards of images."""
+"""The built-in datasets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Splits = tuple[ImageArrays, ImageArrays]
 
 
 def load_synthetic(name: str, image_size: int | None) -> Splits:
-    """Return a synthetic set that can be learned, a fifth as many images to test as to train."""
+    """Return a learnable synthetic dataset; the test part is a fifth of the training part."""
     shape, classes, count = parse_synthetic(name)
     recipe = SmallImages(Normalisation((0.5,) * shape[0], (0.25,) * shape[0]), 0, False, image_size)
     train, test = (
@@ -58,15 +58,15 @@ DIGITS = Path(__file__).with_name("digits.npz")
 
 
 def read_digits() -> dict[str, Tensor]:
-    """Return the digits that come with this package.
+    """Return the digits included in this package.
 
-    The test part of "Optical Recognition of Handwritten Digits" (E. Alpaydin and C. Kaynak, UCI
-    Machine Learning Repository, https://doi.org/10.24432/C50P49, CC BY 4.0). Read without
-    scikit-learn, which has them too: its import would double the time in which a rank starts.
+    They are the test part of "Optical Recognition of Handwritten Digits" (E. Alpaydin and C.
+    Kaynak, UCI Machine Learning Repository, https://doi.org/10.24432/C50P49, CC BY 4.0).
+    scikit-learn has them too, but importing it would double the start-up time of a rank.
 
     Returns:
-        ``pixels``, uint8 of (1797, 8, 8) from 0 to 16; ``labels``, uint8; and the positions,
-        int64, of those to ``train`` and to ``test`` with.
+        ``pixels``, uint8 (1797, 8, 8) from 0 to 16; ``labels``, uint8; and the indices, int64, of
+        the ``train`` and the ``test`` part.
     """
     kinds = {"pixels": np.uint8, "labels": np.uint8, "train": np.int64, "test": np.int64}
     with np.load(DIGITS) as arrays:
@@ -74,7 +74,7 @@ def read_digits() -> dict[str, Tensor]:
 
 
 def load_digits_set(image_size: int | None) -> Splits:
-    """Return 1,797 handwritten digits of 8x8 pixels: 1,437 to train, 360 to test, stratified."""
+    """Return 1,797 handwritten digits (8x8): 1,437 for training, 360 for test, stratified."""
     digits = read_digits()
     images, targets = digits["pixels"].unsqueeze(1), digits["labels"].long()
     recipe = SmallImages(Normalisation((0.3053,), (0.3760,), maximum=16), image_size=image_size)
@@ -87,7 +87,7 @@ def load_digits_set(image_size: int | None) -> Splits:
 
 @dataclass(frozen=True)
 class Description:
-    """Sizes of a data set of images: training ``samples``, and the height of images as ``size``."""
+    """Sizes of an image dataset: training ``samples``, and the height of images as ``size``."""
 
     samples: int
     classes: int
@@ -97,10 +97,10 @@ class Description:
 
 @dataclass(frozen=True)
 class VisionSet:
-    """A data set that torchvision can read and download.
+    """A dataset that torchvision can read and download.
 
-    ``class_name`` is torchvision's, ``folder`` its name in the data folder, ``source`` where to
-    get it by hand.
+    ``class_name`` is torchvision's, ``folder`` its name in the data folder, ``source`` the URL for
+    a manual download.
     """
 
     class_name: str
@@ -147,10 +147,10 @@ VISION_SETS = {
 def load_vision_set(
     name: str, data_dir: Path | None, download: bool, image_size: int | None
 ) -> Splits:
-    """Return one of :data:`VISION_SETS` from ``data_dir``, by default below the cache folder.
+    """Return one of :data:`VISION_SETS` from ``data_dir``, by default in the cache folder.
 
     Raises:
-        UserError: if it is not there and ``download`` is not set, or the download fails, or
+        UserError: the data are missing and ``download`` is not set, the download fails, or
             torchvision is not installed.
     """
     extras.need("torchvision", f"--dataset {name}")
@@ -181,19 +181,19 @@ def _open(known: VisionSet, root: Path, train: bool, download: bool = False) -> 
 def _is_complete(known: VisionSet, root: Path) -> bool:
     try:
         _open(known, root, train=False)
-    except RuntimeError:  # torchvision's word for "not found or corrupted"
+    except RuntimeError:  # torchvision: "not found or corrupted"
         return False
     return True
 
 
 def _download(known: VisionSet, root: Path) -> None:
-    """Download what is missing; the other ranks of the host wait here, and then find it."""
+    """Download missing data once per host; the host's other ranks wait for it."""
     try:
         with one_at_a_time(root / known.class_name):
             for train in (True, False):
                 _open(known, root, train, download=True)
     except (OSError, RuntimeError) as error:
-        if not _is_complete(known, root):  # it may be, in a folder that cannot be written
+        if not _is_complete(known, root):  # the data may be complete in a read-only folder
             raise UserError(
                 f"--download: cannot download {known.class_name} to {root} ({error}). Download "
                 f"it on a node with internet access, or unpack it there from {known.source}"

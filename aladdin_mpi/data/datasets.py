@@ -1,4 +1,4 @@
-"""Data sets by name: ``load_dataset`` and what it returns."""
+"""Datasets by name: ``load_dataset`` and its results."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def _small(recipe: SmallImages, height: int, augment: str) -> Recipe:
 
 
 def with_augmentation(arrays: ImageArrays, augment: str) -> ImageArrays:
-    """Return ``arrays``, which have their own recipe, with that for ``augment``.
+    """Return ``arrays`` with the recipe for ``augment``.
 
     Raises:
-        UserError: it does not take images of so many channels.
+        UserError: the augmentation does not support the number of channels.
     """
     if augment == "auto":
         return arrays
@@ -78,11 +78,11 @@ IMAGENET = Description(1_281_167, 1000, 3, 224)
 
 
 class MapDataset(Protocol):
-    """A map-style data set: ``dataset[i]`` is (input, label).
+    """A map-style dataset: ``dataset[i]`` is (input, label).
 
-    A data set with random augmentation draws from the global generator of torch, Python
-    or numpy, which are seeded for each (run seed, epoch, sample); or it offers
-    ``augmented(index, key)``, the training view of a sample as decided by a 64-bit ``key``.
+    A dataset with random augmentation draws from the global generators of torch, Python or numpy,
+    which are seeded for each (run seed, epoch, sample). Alternatively it has a method
+    ``augmented(index, key)`` for the training view of a sample, determined by a 64-bit ``key``.
     """
 
     def __len__(self) -> int:
@@ -96,7 +96,7 @@ class MapDataset(Protocol):
 class DatasetPair:
     """Training and test data.
 
-    ``image_size`` is the height in pixels. It and ``in_channels`` are 0 if inputs are no images.
+    ``image_size`` is the height in pixels; it and ``in_channels`` are 0 if inputs are not images.
     """
 
     train: MapDataset
@@ -118,34 +118,34 @@ def load_dataset(
     faults: tuple[Fault, ...] | None = None,
     shuffle_buffer: int = SHUFFLE_BUFFER,
 ) -> DatasetPair:
-    """Return the data set called ``name``; the ranks of one process share it.
+    """Return the dataset ``name``; the ranks of one process share it.
 
     Args:
         name: ``digits``, ``mnist``, ``fashion-mnist``, ``cifar10``, ``cifar100``,
             ``imagefolder``, ``shards``, ``synthetic``, ``synthetic:CxHxW:CLASSES:COUNT``, or
-            ``package.module:function``. A function is given those of ``data_dir``,
-            ``download``, ``image_size``, ``augment`` that it has parameters for, and returns
-            a :class:`DatasetPair` or (train, test).
-        data_dir: where the data lie; by default below the cache folder.
-        download: whether to download what is missing.
-        image_size: side in pixels to scale images to. None: as they are, or 224 for
+            ``package.module:function``. A function receives those of ``data_dir``, ``download``,
+            ``image_size`` and ``augment`` for which it has parameters, and returns a
+            :class:`DatasetPair` or (train, test).
+        data_dir: folder of the data; by default in the cache folder.
+        download: whether to download missing data.
+        image_size: side in pixels to which images are scaled. None: unchanged, or 224 for
             folders of large images.
-        cache: for folders of small images: ``on`` decodes them once into memory and
-            into the cache folder, ``off`` decodes as needed, ``auto`` is ``on`` for up to
-            2 GiB decoded. Sets of large images are always decoded as needed.
+        cache: for folders of small images: ``on`` decodes them once into memory and into the
+            cache folder, ``off`` decodes as needed, ``auto`` is ``on`` for up to 2 GiB decoded.
+            Large images are always decoded as needed.
         augment: one of :data:`CHOICES`; ``auto`` is described below.
         corrupt_images: for ``imagefolder`` and ``shards``: ``stop`` raises an error at an
-            unreadable image; ``skip`` notes it, replaces it by the next one in the training set,
+            unreadable image; ``skip`` records it, replaces it by the next one in the training set,
             and leaves it out of :func:`.loading.test_batches`.
-        faults: the images known to be unreadable; None: they have not been checked.
-        shuffle_buffer: for ``shards``: a sample is moved by less than this many places out of its
-            shard's order; 1: by none.
+        faults: the unreadable images; None if they have not been checked.
+        shuffle_buffer: for ``shards``: a sample is moved by less than this many places from its
+            position in the shard; 1 keeps the order.
 
-    Small images (all of one size, at most 64 pixels) are cropped after padding by an
-    eighth of their height and mirrored for training; larger ones get ImageNet's recipe.
+    With ``auto``, small images (of one size, at most 64 pixels) are cropped after padding by an
+    eighth of their height, and mirrored; larger ones get ImageNet's recipe.
 
     Raises:
-        UserError: unknown name, missing or wrong data, wrong option.
+        UserError: an unknown name, missing or invalid data, or an invalid option.
     """
     if image_size is not None and image_size < 1:
         raise UserError(
@@ -164,39 +164,39 @@ def load_dataset(
     ):
         if value not in choices:
             raise UserError(f"{flag}: expected one of {', '.join(choices)}, got {value!r}")
-    look, skip = Look(image_size, augment), corrupt_images == "skip"
+    view, skip = View(image_size, augment), corrupt_images == "skip"
     with _LOADING:
         if name == "imagefolder":
-            return _load_imagefolder(data_dir, look, cache, skip, faults)
+            return _load_imagefolder(data_dir, view, cache, skip, faults)
         if name == "shards":
-            return _load_shards(data_dir, look, skip, shuffle_buffer)
-        return _load(name, data_dir, download, look)
+            return _load_shards(data_dir, view, skip, shuffle_buffer)
+        return _load(name, data_dir, download, view)
 
 
-# A user's data function may load one of the built-in sets in its turn.
+# Reentrant, because a user's data function may load a built-in dataset.
 _LOADING = threading.RLock()
 
 
-class Look(NamedTuple):
-    """How images are given to the model: the options ``--image-size`` and ``--augment``."""
+class View(NamedTuple):
+    """The view of images: the options ``--image-size`` and ``--augment``."""
 
     image_size: int | None
     augment: str
 
 
 @lru_cache(maxsize=4)
-def _load(name: str, data_dir: Path | None, download: bool, look: Look) -> DatasetPair:
-    size = look.image_size
+def _load(name: str, data_dir: Path | None, download: bool, view: View) -> DatasetPair:
+    size = view.image_size
     if name == "digits":
-        return _built_in(name, builtin_sets.load_digits_set(size), 10, look)
+        return _built_in(name, builtin_sets.load_digits_set(size), 10, view)
     if name.split(":")[0] == "synthetic":
         classes = parse_synthetic(name)[1]
-        return _built_in(name, builtin_sets.load_synthetic(name, size), classes, look)
+        return _built_in(name, builtin_sets.load_synthetic(name, size), classes, view)
     if name in VISION_SETS:
         splits = builtin_sets.load_vision_set(name, data_dir, download, size)
-        return _built_in(name, splits, VISION_SETS[name].sizes.classes, look)
+        return _built_in(name, splits, VISION_SETS[name].sizes.classes, view)
     if ":" in name:
-        return _load_users(name, data_dir, download, look)
+        return _load_users(name, data_dir, download, view)
     if name == "imagenet":
         raise UserError(
             "--dataset imagenet requires --compute timed, because only the sizes of its images "
@@ -208,8 +208,8 @@ def _load(name: str, data_dir: Path | None, download: bool, look: Look) -> Datas
     )
 
 
-def _built_in(name: str, splits: builtin_sets.Splits, num_classes: int, look: Look) -> DatasetPair:
-    return _pair(name, (with_augmentation(each, look.augment) for each in splits), num_classes)
+def _built_in(name: str, splits: builtin_sets.Splits, num_classes: int, view: View) -> DatasetPair:
+    return _pair(name, (with_augmentation(each, view.augment) for each in splits), num_classes)
 
 
 def _pair(name: str, splits: Iterable[Any], num_classes: int) -> DatasetPair:
@@ -223,14 +223,14 @@ def _pair(name: str, splits: Iterable[Any], num_classes: int) -> DatasetPair:
 @lru_cache(maxsize=4)
 def _load_imagefolder(
     data_dir: Path | None,
-    look: Look,
+    view: View,
     cache: str,
     skip: bool,
     faults: tuple[Fault, ...] | None,
 ) -> DatasetPair:
     listings, classes = imagefolder.list_splits(data_dir)
     size = imagefolder.common_small_size(listings, skip)
-    recipe = for_folder(size, look.image_size, look.augment)
+    recipe = for_folder(size, view.image_size, view.augment)
     skipped = SkippedImages() if skip else None
     splits = []
     for split, listing in enumerate(listings):
@@ -249,16 +249,16 @@ def _known_faults(
     cache: str,
     faults: tuple[Fault, ...] | None,
 ) -> dict[int, str]:
-    """Return the unreadable images of a split; if it is decoded as needed, none may be known."""
+    """Return the known unreadable images of a split; none if it is decoded as needed."""
     if faults is not None:
         return {each.place: each.why for each in faults if each.split == split}
     return imagefolder.unreadable(listing) if imagefolder.is_held(listing, size, cache) else {}
 
 
 @lru_cache(maxsize=4)
-def _load_shards(data_dir: Path | None, look: Look, skip: bool, shuffle_buffer: int) -> DatasetPair:
+def _load_shards(data_dir: Path | None, view: View, skip: bool, shuffle_buffer: int) -> DatasetPair:
     skipped = SkippedImages() if skip else None
-    recipe = for_folder(None, look.image_size, look.augment)
+    recipe = for_folder(None, view.image_size, view.augment)
     train, test = (
         ShardImages(shards, indexed(shards), recipe, skipped, shuffle_buffer)
         for shards in find_shards(data_dir)
@@ -268,17 +268,17 @@ def _load_shards(data_dir: Path | None, look: Look, skip: bool, shuffle_buffer: 
     return _pair("shards", (train, test), classes)
 
 
-def _load_users(name: str, data_dir: Path | None, download: bool, look: Look) -> DatasetPair:
+def _load_users(name: str, data_dir: Path | None, download: bool, view: View) -> DatasetPair:
     function = import_function("--dataset", name)
     parameters = inspect.signature(function).parameters
-    for option, value in look._asdict().items():
+    for option, value in view._asdict().items():
         if value not in (None, "auto") and option not in parameters:
             flag = f"--{kebab(option)}"
             raise UserError(
                 f"{flag} requires a data set function with a parameter {option}; {name} has "
                 f"none. Add the parameter, or leave {flag} out."
             )
-    arguments = {"data_dir": data_dir, "download": download, **look._asdict()}
+    arguments = {"data_dir": data_dir, "download": download, **view._asdict()}
     result = call_with_accepted("--dataset", name, function, arguments)
     splits = (result.train, result.test) if isinstance(result, DatasetPair) else result
     if not isinstance(splits, tuple) or len(splits) != 2 or not all(map(_is_map_style, splits)):
@@ -308,7 +308,7 @@ def _is_map_style(dataset: Any) -> bool:
 
 
 def known_classes(dataset: Any) -> int | None:
-    """Return the number of classes, if the data set has them, its labels or two tensors."""
+    """Return the number of classes by the dataset's classes, labels or second tensor, or None."""
     if hasattr(dataset, "classes"):
         return len(dataset.classes)
     if hasattr(dataset, "targets"):
@@ -325,10 +325,10 @@ def describe_set(
     image_size: int | None = None,
     corrupt_images: str = "stop",
 ) -> Description:
-    """Return the sizes of the data set ``name``, which is read only if they are not known.
+    """Return the sizes of the dataset ``name``, which is read only if they are unknown.
 
     Raises:
-        UserError: as :func:`load_dataset`.
+        UserError: the errors of :func:`load_dataset`.
     """
     if name.split(":")[0] == "synthetic":
         (channels, height, _), classes, count = parse_synthetic(name)

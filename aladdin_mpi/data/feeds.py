@@ -1,7 +1,7 @@
-"""The data that ``run.batches()`` accepts, and how they are dealt to the workers.
+"""The data that ``run.batches()`` accepts, and their distribution to the workers.
 
-Samples with numbers, whatever their order, are dealt one by one, and a resumed run continues at its
-place among them. Data that can only be read from the beginning are dealt by whole batches.
+Samples with indices are distributed one by one in any order, and a resumed run continues at its
+position. Data that can only be read from the beginning are distributed by whole batches.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from aladdin_mpi.errors import UserError
 
 _SEQUENCES: tuple[Any, ...] = ([], (), Dataset())
 FINITE: tuple[type, ...] = (_BaseDataLoaderIter, *(type(iter(each)) for each in _SEQUENCES))
-"""Iterators of a DataLoader, a list, a tuple and a data set, which end after one epoch."""
+"""Iterators of a DataLoader, a list, a tuple and a dataset, which end after one epoch."""
 
 
 class Source(Protocol):
     """One worker's batches."""
 
     def next_batch(self, count: int) -> Any:
-        """Return a batch of ``count`` samples; of data in batches, the next batch."""
+        """Return a batch of ``count`` samples, or the next batch if the data consist of batches."""
 
     def close(self) -> None:
         """Stop loading ahead."""
@@ -64,9 +64,9 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class FeedShare:
-    """The worker that asks a feed for its batches, of which it had ``done`` samples in this period.
+    """A worker's share of a feed, of which it has used ``done`` samples in this period.
 
-    Either ``processes`` load ahead, or with ``ahead`` a thread. ``past`` are periods of the run
+    Either ``processes`` load ahead, or, with ``ahead``, a thread. ``past`` are periods of the run
     with other numbers of workers.
     """
 
@@ -87,11 +87,11 @@ class Feed(ABC):
     Attributes:
         drops_last: an epoch consists of whole rounds, in which every worker has a full batch.
         has_whole_batches: batches are not cut at the end of a segment of the run.
-        caveat: how a resumed run differs from an uninterrupted one.
-        skipped: the data set's record of images that it skips, if it does.
+        caveat: the difference of a resumed run from an uninterrupted one.
+        skipped: the dataset's record of skipped images, if it skips any.
     """
 
-    # The run's options that a DataLoader decides; None: it does not.
+    # Options of the run that a DataLoader determines; None if it does not.
     batch_size: int | None = None
     loader_workers: int | None = None
     loader_start_method: str | None = None
@@ -102,7 +102,7 @@ class Feed(ABC):
 
     @abstractmethod
     def length(self, batch_size: int, workers: int = 1) -> int | None:
-        """Return the samples of an epoch, for ``workers`` at the run's start; None: unknown."""
+        """Return the samples of an epoch for ``workers`` at the run's start; None if unknown."""
 
     def facts(self) -> dict[str, Any]:
         """Return the facts that all workers' data must share."""
@@ -114,7 +114,7 @@ class Feed(ABC):
 
 
 class SampleFeed(Feed):
-    """Samples by number, in an order by the run's seed, by a sampler, or of their shards.
+    """Samples by index, in an order by the run's seed, by a sampler, or by their shards.
 
     With ``pairs`` they are (input, label), for the built-in training.
     """
@@ -136,7 +136,7 @@ class SampleFeed(Feed):
             self._order = None if _shuffles(loader) else SamplerOrder(loader.sampler, loader)
 
     def length(self, batch_size: int, workers: int = 1) -> int:
-        """Return the samples of an epoch; with ``drop_last`` those of its whole rounds."""
+        """Return the samples of an epoch; with ``drop_last``, those of its whole rounds."""
         length = len(self._dataset) if self._order is None else self._order.length
         return length - length % (batch_size * workers) if self.drops_last else length
 
@@ -150,7 +150,7 @@ class SampleFeed(Feed):
         return {**facts, **_generator_facts(self._loader)}
 
     def source(self, share: FeedShare) -> Source:
-        """See :meth:`Feed.source`."""
+        """Return the batches of one worker."""
         first_workers = share.past[0].workers if share.past else share.workers
         length = self.length(share.batch_size, first_workers)
         whole = self._whole_order(share)
@@ -175,7 +175,7 @@ class SampleFeed(Feed):
         )
 
     def _whole_order(self, share: FeedShare) -> Callable[[int], Int64Array]:
-        """Return a function of an epoch's number that lists its samples."""
+        """Return a function that lists the samples of an epoch, given its number."""
         if self._order is not None:
             return self._order.indices(share.seed)
         if not isinstance(self._dataset, ShardImages):
@@ -192,7 +192,7 @@ class SampleFeed(Feed):
 class BatchListFeed(Feed):
     """Batches that a batch sampler lists; each counts as ``batch_size`` samples.
 
-    With ``batch_size=None`` each item of the data set is a batch.
+    With ``batch_size=None``, each item of the dataset is a batch.
     """
 
     has_whole_batches = True
@@ -211,11 +211,11 @@ class BatchListFeed(Feed):
         return self._order.length * batch_size
 
     def facts(self) -> dict[str, Any]:
-        """See :class:`SampleFeed`."""
+        """Return the facts that all workers' data must share."""
         return {**SampleFeed(self._loader.dataset).facts(), **_generator_facts(self._loader)}
 
     def source(self, share: FeedShare) -> Source:
-        """See :meth:`Feed.source`."""
+        """Return the batches of one worker."""
         count, size = self._order.length, share.batch_size
         past = [
             Period(tuple(None if taken is None else taken // size for taken in period.taken))
@@ -239,7 +239,7 @@ class BatchListFeed(Feed):
         while True:
             (epoch,), (number,) = (each.tolist() for each in numbers.take(1))
             batches = epochs(epoch)
-            if number < len(batches):  # some samplers have fewer batches in some epochs
+            if number < len(batches):  # some samplers have fewer batches in certain epochs
                 batch = batches[number]
                 yield [(epoch, i) for i in ([batch] if self._items_are_batches else batch)]
 
@@ -253,9 +253,10 @@ class StreamFeed(Feed):
     """Batches that can only be read in order.
 
     Args:
-        batches: begins again whenever it is iterated, unless it is an iterator; a batch counts as
+        batches: restarts whenever it is iterated, unless it is an iterator; a batch counts as
             ``batch_size`` samples.
-        sharded: each worker's are its own; otherwise worker w of n takes the w-th of every n.
+        sharded: each worker has different batches; otherwise worker w of n takes the w-th of
+            every n batches.
     """
 
     caveat = (
@@ -280,18 +281,18 @@ class StreamFeed(Feed):
             return None
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts that the generators of all workers that read the same batches share."""
+        """Return the facts about generators that all workers with the same batches must share."""
         return {} if self._sharded else _generator_facts(self._batches)
 
     def source(self, share: FeedShare) -> Source:
-        """See :meth:`Feed.source`."""
+        """Return the batches of one worker."""
         if self._sharded:
             return _Batches(_every(self._batches, 0, 1))
         return _Batches(_every(self._batches, share.worker, share.workers, share.seed))
 
 
 class _Batches:
-    """A source that has batches of its own size."""
+    """A source of existing batches, whatever their size."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches
@@ -300,14 +301,14 @@ class _Batches:
         return next(self._batches)
 
     def close(self) -> None:
-        self._batches = iter(())  # which ends processes that load
+        self._batches = iter(())  # ends the loader processes
 
 
 def _every(batches: Iterable[Any], first: int, step: int, seed: int | None = None) -> Iterator[Any]:
     """Yield each ``step``-th batch from number ``first`` on, epoch after epoch.
 
-    With ``seed`` an order that an epoch draws from the global generators at its beginning is the
-    same for all workers.
+    With ``seed``, an order that is drawn from the global generators at the start of an epoch is
+    the same for all workers.
     """
     epoch = 0
     while True:
@@ -334,7 +335,7 @@ def _every(batches: Iterable[Any], first: int, step: int, seed: int | None = Non
 
 
 def _epoch_of(batches: Iterable[Any], epoch: int, seed: int | None) -> Iterator[Any]:
-    """Iterate over an epoch's batches; the first is made with the generators seeded."""
+    """Return an iterator over an epoch's batches, whose first is made with seeded generators."""
     if seed is None:
         return iter(batches)
     with global_generators_kept():
@@ -345,15 +346,15 @@ def _epoch_of(batches: Iterable[Any], epoch: int, seed: int | None) -> Iterator[
 
 
 def feed_of(data: Any, sharded: bool, batch_size: int) -> Feed:
-    """Return the feed that deals ``data``.
+    """Return the feed that distributes ``data``.
 
     Args:
-        data: a data set, a DataLoader, an iterable of batches, or an iterator over them.
-        sharded: an iterable gives each worker its own already.
-        batch_size: for an iterable data set, whose samples are put together.
+        data: a dataset, a DataLoader, an iterable of batches, or an iterator over them.
+        sharded: whether an iterable yields different batches on each worker.
+        batch_size: for an iterable dataset, whose samples are collated.
 
     Raises:
-        UserError: it is none of them, is ambiguous, or is dealt to ranks already.
+        UserError: unsupported or ambiguous data, or data that are distributed already.
     """
     if isinstance(data, DataLoader):
         return _feed_of_loader(data, sharded)
@@ -380,7 +381,7 @@ def feed_of(data: Any, sharded: bool, batch_size: int) -> Feed:
 def _check_samples(data: Any) -> None:
     """Refuse a sequence whose items may be samples or batches.
 
-    An item with a number or a string in it is a sample. Tensors alone, or lists, may be either.
+    An item with a number or a string is a sample. Tensors alone, or lists, may be either.
     """
     if not isinstance(data, Sequence) or not data or _has_scalar(data[0]):
         return
@@ -392,7 +393,7 @@ def _check_samples(data: Any) -> None:
 
 
 def _has_scalar(item: Any) -> bool:
-    """Whether one of its fields has no dimension along which samples could lie."""
+    """Return whether a field of an item has no batch dimension."""
     if isinstance(item, Mapping):
         return any(map(_has_scalar, item.values()))
     if isinstance(item, tuple):
@@ -412,7 +413,7 @@ def _check_not_sharded(data: Any, sharded: bool) -> None:
 
 
 def _outline(sample: Any) -> str:
-    """Return a sample's structure: the same for all workers; lengths may differ."""
+    """Return a sample's structure, without sizes, which may differ among workers."""
     leaves, spec = tree_flatten(sample)
     kinds = [
         f"{leaf.dtype}".removeprefix("torch.") + f" {leaf.dim()}-D"
@@ -439,7 +440,7 @@ def _feed_of_loader(loader: DataLoader[Any], sharded: bool) -> Feed:
 
 
 def _check_loader(loader: DataLoader[Any], sharded: bool) -> None:
-    """Refuse arguments that a run cannot follow."""
+    """Refuse arguments that a run does not support."""
     samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
     if any(isinstance(each, DistributedSampler) for each in samplers):
         raise UserError(
@@ -460,7 +461,7 @@ def _check_loader(loader: DataLoader[Any], sharded: bool) -> None:
 
 
 def _processes_of(loader: DataLoader[Any]) -> tuple[int, str | None]:
-    """Return the number of its processes, and their start method, if it has one."""
+    """Return the loader's number of processes, and their start method, if set."""
     context = loader.multiprocessing_context
     return loader.num_workers, None if context is None else context.get_start_method()
 
@@ -479,7 +480,7 @@ def _process_arguments(loader: DataLoader[Any] | None, share: FeedShare) -> dict
 
 
 def _shuffles(loader: DataLoader[Any]) -> bool:
-    """Whether its sampler stands for ``shuffle=True``, whose order the run is free to choose."""
+    """Return whether the sampler is that of ``shuffle=True``, so that the run may set the order."""
     sampler = loader.sampler
     return (
         type(sampler) is RandomSampler
@@ -490,16 +491,15 @@ def _shuffles(loader: DataLoader[Any]) -> bool:
 
 
 class SamplerOrder:
-    """Lists the entries of a sampler in each epoch.
+    """The entries of a sampler in each epoch.
 
-    The global generators that a sampler draws from are seeded by the run's seed and the epoch.
-    Generators of its own continue from epoch to epoch, from the state that they had at first, as
-    they do in a DataLoader.
+    Global generators are seeded by the run's seed and the epoch. The sampler's generators continue
+    from epoch to epoch, starting from their initial state, as in a DataLoader.
 
     Args:
         sampler: of samples or of batches.
-        loader: the DataLoader that has it.
-        may_be_short: an epoch may have fewer entries than ``len(sampler)``.
+        loader: the DataLoader of the sampler.
+        may_be_short: whether an epoch may have fewer entries than ``len(sampler)``.
 
     Raises:
         UserError: the sampler has no length.
@@ -520,7 +520,7 @@ class SamplerOrder:
             ) from error
 
     def epochs(self, seed: int) -> Callable[[int], list[Any]]:
-        """Return a function of an epoch's number that lists its entries."""
+        """Return a function that lists the entries of an epoch, given its number."""
         states, coming, last = self._initial, 0, -1
         entries: list[Any] = []
 
@@ -529,7 +529,7 @@ class SamplerOrder:
             if epoch == last:
                 return entries
             if not self._generators:
-                coming = epoch  # the seed alone decides
+                coming = epoch  # only the seed determines the order
             elif epoch < coming:
                 states, coming = self._initial, 0
             while coming <= epoch:
@@ -540,7 +540,7 @@ class SamplerOrder:
         return entries_of
 
     def indices(self, seed: int) -> Callable[[int], Int64Array]:
-        """Return the same with arrays, for a sampler of samples."""
+        """Return a function that lists an epoch's samples as an array, given its number."""
         if type(self._sampler) is SequentialSampler:
             in_order = np.arange(self.length)
             return lambda epoch: in_order
@@ -550,7 +550,7 @@ class SamplerOrder:
     def _draw(
         self, seed: int, epoch: int, states: list[torch.Tensor]
     ) -> tuple[list[Any], list[torch.Tensor]]:
-        """List an epoch, with the user's generators in ``states``; also returns their next ones."""
+        """Return an epoch's entries, with generators in ``states``, and their next states."""
         with global_generators_kept():
             seed_global_generators(order_key(seed, epoch))
             for generator, state in zip(self._generators, states, strict=True):
@@ -558,7 +558,7 @@ class SamplerOrder:
             loader = self._loader
             is_shared = any(each is loader.generator for each in self._generators)
             if is_shared and not (epoch and loader.persistent_workers):
-                # The seed that a DataLoader draws for its processes whenever it is iterated.
+                # A DataLoader draws a seed for its processes whenever it is iterated.
                 torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
             for owner in _owners(self._sampler):
                 if hasattr(owner, "set_epoch"):
@@ -575,14 +575,15 @@ class SamplerOrder:
 
 
 def _generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
-    """Return the generators by which a DataLoader's samplers draw an order."""
+    """Return the generators of a DataLoader's samplers."""
     owners = (*_owners(loader.sampler), *_owners(loader.batch_sampler))
-    found = (getattr(owner, "generator", None) for owner in owners)
-    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+    attributes = (getattr(owner, "generator", None) for owner in owners)
+    generators = (each for each in attributes if isinstance(each, torch.Generator))
+    return list({id(each): each for each in generators}.values())
 
 
 def _generator_facts(data: Any) -> dict[str, Any]:
-    """Return the facts that all workers' generators must share, or nothing without any."""
+    """Return the facts that all workers' generators must share; empty without generators."""
     states = [
         f"seed {each.initial_seed()}, state {zlib.crc32(bytes(each.get_state().numpy())):08x}"
         for each in (_generators_of(data) if isinstance(data, DataLoader) else ())
@@ -591,5 +592,5 @@ def _generator_facts(data: Any) -> dict[str, Any]:
 
 
 def _owners(sampler: Any) -> tuple[Any, Any]:
-    """Return a sampler and the one that it may wrap."""
+    """Return a sampler and the one that it wraps, or None."""
     return sampler, getattr(sampler, "sampler", None)

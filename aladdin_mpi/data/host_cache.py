@@ -1,7 +1,7 @@
-"""Work that one rank of a host does for all of them.
+"""Work that one rank does for all ranks of its host.
 
-The first to take a lock file decodes or downloads; the others wait and then find it
-done. The locks are the operating system's, so they go when their owner dies.
+The rank that locks a file first decodes or downloads; the others wait for the result. The locks
+are the operating system's, so they are released when their owner ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 def cache_dir() -> Path:
-    """Return ``$ALADDIN_MPI_CACHE``, or ``~/.cache/aladdin_mpi``; no file in it has to be kept."""
+    """Return ``$ALADDIN_MPI_CACHE``, or ``~/.cache/aladdin_mpi``; its files are disposable."""
     chosen = os.environ.get("ALADDIN_MPI_CACHE")
     return Path(chosen) if chosen else Path.home() / ".cache" / "aladdin_mpi"
 
@@ -33,21 +33,21 @@ def cache_dir() -> Path:
 def index_dir(data: Path) -> Path:
     """Return the folder of the indices of ``data``.
 
-    It is ``DIR.index`` next to a folder ``DIR`` that holds them, if that exists, as next to a copy
-    on a host's own disk, whose path means other data on another host; otherwise the cache folder.
+    It is ``DIR.index`` next to a folder ``DIR`` with the data, if that exists; otherwise the cache
+    folder. Local copies have such a folder, as their path refers to other data on other hosts.
     """
-    beside = (index_beside(each) for each in (data, *data.parents) if each.name)
-    return next((each for each in beside if each.is_dir()), cache_dir())
+    candidates = (index_beside(each) for each in (data, *data.parents) if each.name)
+    return next((each for each in candidates if each.is_dir()), cache_dir())
 
 
 def index_beside(folder: Path) -> Path:
-    """Return ``DIR.index`` for ``DIR``."""
+    """Return the path ``DIR.index`` for a folder ``DIR``."""
     return folder.with_name(f"{folder.name}.index")
 
 
 @contextmanager
 def one_at_a_time(path: Path) -> Iterator[None]:
-    """Let one process at a time into the block; raises OSError without a lock file at ``path``."""
+    """Let one process at a time into the block. Raises OSError if ``path`` cannot be locked."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_name(f".{path.name}.lock")).acquire(poll_interval=0.2):
         yield
@@ -56,10 +56,10 @@ def one_at_a_time(path: Path) -> Iterator[None]:
 def cached_array(
     key: str, build: Callable[[], UInt8Array], folder: Path | None = None
 ) -> UInt8Array:
-    """Return the result of ``build``, kept in ``folder``, by default the cache.
+    """Return the result of ``build``, stored in ``folder``, by default the cache.
 
     The array is mapped from the file, so that the ranks of a host share its memory. If the cache
-    cannot be used, a warning says so and the array is built for this process alone.
+    cannot be used, the function warns, and builds the array for this process alone.
     """
     path = (folder or cache_dir()) / f"{key}.npy"
     try:
@@ -70,7 +70,7 @@ def cached_array(
                     with written_whole(path) as temporary, temporary.open("wb") as file:
                         np.save(file, array)
                     _log.info("wrote %s (%.0f MB)", path, array.nbytes / 1e6)
-        # Copy-on-write: nothing writes to it, and torch refuses read-only memory.
+        # Copy-on-write, although it is never written, because torch refuses read-only memory.
         return np.load(path, mmap_mode="c")
     except (OSError, NotImplementedError) as error:
         warnings.warn(

@@ -29,11 +29,11 @@ from aladdin_mpi.errors import UserError
 from aladdin_mpi.process.files import write_whole
 
 UNSURE = 2.0
-"""Seconds within which a folder may change again without a change of its time."""
+"""Seconds within which a folder may change again without a change of its timestamp."""
 
 
 class ScannedFolder(NamedTuple):
-    """``names`` of files and of all ``folders`` below the root, and when the latter ``changed``."""
+    """File ``names`` and ``folders`` below the root, and the folders' times of change."""
 
     names: list[str]
     folders: list[str]
@@ -44,18 +44,18 @@ def files_below(root: Path, is_wanted: Callable[[str], bool]) -> list[str]:
     """Return the files below ``root``, class folder by class folder, sorted.
 
     Args:
-        root: holds the class folders; files in itself do not count.
-        is_wanted: whether a file of this name counts; the same at every call.
+        root: contains the class folders; files directly in it are ignored.
+        is_wanted: returns whether to list a file of this name; the same function at every call.
     """
     resolved = root.resolve()
     digest = hashlib.sha256(os.fsencode(resolved)).hexdigest()[:32]
     path = index_dir(resolved) / f"folder-{digest}.json"
-    asked = time.time_ns()
+    called = time.time_ns()
     try:
-        with one_at_a_time(path):  # the other ranks of the host wait, and then read
+        with one_at_a_time(path):  # the other ranks of the host wait, and then read the index
             checked = time.time_ns()
             kept = _load(path)
-            if kept is not None and _is_just_checked(path, root, kept, asked):
+            if kept is not None and _is_just_checked(path, root, kept, called):
                 return kept.names
             if kept is None or not _is_current(root, kept):
                 kept = _walk(root, is_wanted)
@@ -72,13 +72,13 @@ def _walk(root: Path, is_wanted: Callable[[str], bool]) -> ScannedFolder:
     names: list[str] = []
     folders, changed = ["."], [root.stat().st_mtime_ns]
     for name in class_names(root):
-        found = []
+        files_of_class = []
         for folder, _, files in os.walk(root / name):
             inside = os.path.relpath(folder, root)
             folders.append(inside)
             changed.append(os.stat(folder).st_mtime_ns)
-            found += [f"{inside}/{each}" for each in files if is_wanted(each)]
-        names += sorted(found)
+            files_of_class += [f"{inside}/{each}" for each in files if is_wanted(each)]
+        names += sorted(files_of_class)
     return ScannedFolder(names, folders, changed)
 
 
@@ -96,12 +96,12 @@ def _is_current(root: Path, kept: ScannedFolder) -> bool:
         return False
 
 
-def _is_just_checked(path: Path, root: Path, kept: ScannedFolder, asked: int) -> bool:
-    """Whether another rank has checked the index while this one waited.
+def _is_just_checked(path: Path, root: Path, kept: ScannedFolder, called: int) -> bool:
+    """Return whether another rank has checked the index while this one waited.
 
-    One of another host, with the same cache folder, may have read another disk.
+    The root's time is compared because a rank of another host may have read another disk.
     """
-    return path.stat().st_mtime_ns >= asked and root.stat().st_mtime_ns == kept.changed[0]
+    return path.stat().st_mtime_ns >= called and root.stat().st_mtime_ns == kept.changed[0]
 
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
@@ -113,19 +113,19 @@ MEMORY_LIMIT = 2 * 2**30
 
 @dataclass(frozen=True)
 class SplitListing:
-    """The files of one split, in a fixed order: names below ``root``, and labels."""
+    """The files of a split in a fixed order: names below ``root``, and labels."""
 
     root: Path
     names: Sequence[str]
     labels: Sequence[int]
 
     def path(self, index: int) -> Path:
-        """Return the path of one file."""
+        """Return the path of a file."""
         return self.root / self.names[index]
 
 
 class Fault(NamedTuple):
-    """An unreadable image: its split (0: train), its number among the files, and the reason."""
+    """An unreadable image: its split (0: train), its index among the files, and the reason."""
 
     split: int
     place: int
@@ -133,11 +133,11 @@ class Fault(NamedTuple):
 
 
 def list_splits(data_dir: Path | None) -> tuple[list[SplitListing], list[str]]:
-    """Return the images to train and to test with, and the names of the classes.
+    """Return the training and test images, and the names of the classes.
 
     Raises:
-        UserError: if ``--data-dir`` is missing or has another layout, or has no images in a
-            split, or a test class that is not to train with.
+        UserError: ``--data-dir`` is missing, has another layout, no images in a split, or a test
+            class without training images.
     """
     layout = "expected DIR/train/CLASS/* and DIR/test/CLASS/* (or DIR/val/CLASS/*)"
     if data_dir is None:
@@ -162,7 +162,7 @@ def list_images(root: Path, classes: Sequence[str]) -> SplitListing:
     """Find the images below ``root``; ``classes`` are those of the training set.
 
     Raises:
-        UserError: if there are none, or a class that is not in ``classes``.
+        UserError: no images, or a class that is not in ``classes``.
     """
     numbers = {name: number for number, name in enumerate(classes)}
     unknown = [name for name in class_names(root) if name not in numbers]
@@ -183,8 +183,8 @@ def list_images(root: Path, classes: Sequence[str]) -> SplitListing:
 def common_small_size(listings: Sequence[SplitListing], skip: bool) -> tuple[int, int] | None:
     """Return (width, height) if the images are small and of one size, else None.
 
-    Only the first image of each class is opened, with ``skip`` the first readable one: a large
-    set has too many.
+    Only the first image of each class is opened (with ``skip``, the first readable one), as a
+    large dataset has too many.
     """
     sizes = set()
     for listing in listings:
@@ -211,10 +211,10 @@ def _first_size(listing: SplitListing, first: int, skip: bool) -> tuple[int, int
 
 
 def is_held(listing: SplitListing, size: tuple[int, int] | None, cache: str) -> bool:
-    """Whether the images are decoded once and held in memory.
+    """Return whether the images are decoded once and held in memory.
 
     Raises:
-        UserError: ``cache`` requires it, and they have no common small ``size``.
+        UserError: ``cache`` is "on", and the images have no common small ``size``.
     """
     if size is None:
         if cache == "on":
@@ -234,7 +234,7 @@ def load_split(
     cache: str,
     skipped: SkippedImages | None = None,
 ) -> ImageArrays | ImageFiles:
-    """Return one split, in memory if ``cache`` requires it or, with "auto", if it fits."""
+    """Return a split, held in memory if ``cache`` is "on", or "auto" and it fits."""
     if not is_held(listing, size, cache):
         must_be = size if isinstance(recipe, SmallImages) else None
         return ImageFiles(listing.root, listing.names, listing.labels, recipe, must_be, skipped)
@@ -253,13 +253,13 @@ def _decode_all(listing: SplitListing, size: tuple[int, int]) -> npt.NDArray[np.
 
 
 def fingerprint(listing: SplitListing) -> str:
-    """Return a name for the decoded images that changes when any of the files does."""
+    """Return a name for the decoded images that changes if any file changes."""
     digest = hashlib.sha256(b"uint8 NCHW RGB, version 1")
     for index, name in enumerate(listing.names):
         try:
             state = listing.path(index).stat()
             known = f"{state.st_size}\0{state.st_mtime_ns}"
-        except OSError as error:  # such as a dangling link; decoding it says what is wrong
+        except OSError as error:  # a dangling link, for example, which decoding reports
             known = f"errno {error.errno}"
         digest.update(os.fsencode(f"{name}\0{known}\n"))
     return f"imagefolder-{digest.hexdigest()[:32]}"
@@ -267,22 +267,22 @@ def fingerprint(listing: SplitListing) -> str:
 
 # -- unreadable images --------------------------------------------------------------------------
 def unreadable(listing: SplitListing) -> dict[int, str]:
-    """Return the places of unreadable images, and the reasons.
+    """Return the indices of unreadable images, and the reasons.
 
-    All are decoded, once for each host and state of the files.
+    All images are decoded, once per host and state of the files.
     """
 
     def find() -> npt.NDArray[np.uint8]:
         faults = (fault(listing.path(i)) for i in range(len(listing.names)))
         return np.array([why is not None for why in faults], dtype=np.uint8)
 
-    found = np.flatnonzero(cached_array(f"{fingerprint(listing)}-faults", find)).tolist()
-    reasons = {index: fault(listing.path(index)) for index in found}
+    faulty = np.flatnonzero(cached_array(f"{fingerprint(listing)}-faults", find)).tolist()
+    reasons = {index: fault(listing.path(index)) for index in faulty}
     return {index: why for index, why in reasons.items() if why is not None}
 
 
 def fault(path: Path) -> str | None:
-    """Return why an image cannot be read; None: it can."""
+    """Return the reason why an image is unreadable; None if it is readable."""
     try:
         decode(path)
     except CorruptImageError as error:
@@ -291,9 +291,9 @@ def fault(path: Path) -> str | None:
 
 
 def mended(listing: SplitListing, faults: Collection[int], replaces: bool) -> SplitListing:
-    """Return the split without its unreadable images.
+    """Return the split without unreadable images.
 
-    With ``replaces`` the next readable one takes the place of each, as in :class:`ImageFiles`.
+    With ``replaces``, the next readable image replaces each, as in :class:`ImageFiles`.
     """
     places = range(len(listing.names))
     chosen = readable = [i for i in places if i not in faults]

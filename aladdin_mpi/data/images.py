@@ -1,4 +1,4 @@
-"""Data sets of images: in memory, drawn, or decoded from files as they are needed."""
+"""Image datasets: in memory, synthetic, or decoded from files as needed."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from aladdin_mpi.data.sampler import AUGMENTATION, SYNTHESIS, Int64Array, sample
 from aladdin_mpi.errors import UserError
 
 Skip = tuple[str, str]
-"""The path of an image, and why it cannot be read."""
+"""The path of an unreadable image, and the reason."""
 
 
 class SkippedImages:
-    """The unreadable images that one process has met in a data set, in any of its threads.
+    """The unreadable images of a dataset that a process has encountered, in any of its threads.
 
-    ``known`` are those found when the data set was made.
+    ``known`` are those found when the dataset was created.
     """
 
     def __init__(self) -> None:
@@ -35,28 +35,28 @@ class SkippedImages:
         self._new: deque[Skip] = deque()
 
     def add(self, path: str, why: str) -> None:
-        """Note an image, each time that it is met: rank 0 counts it once."""
+        """Record an image whenever it is encountered; rank 0 counts it once."""
         self._new.append((path, why))
 
     def take(self) -> list[Skip]:
-        """Return those noted since the last call."""
+        """Return the images recorded since the last call."""
         return [self._new.popleft() for _ in range(len(self._new))]
 
 
 def skips_of(dataset: object) -> SkippedImages | None:
     """Return the record of images that ``dataset`` skips, if it has one."""
-    found = getattr(dataset, "skipped", None)
-    return found if isinstance(found, SkippedImages) else None
+    skipped = getattr(dataset, "skipped", None)
+    return skipped if isinstance(skipped, SkippedImages) else None
 
 
 MOST_IN_A_ROW = 100
-"""Successive unreadable images after which the folder counts as lost."""
+"""Number of successive unreadable images after which the folder counts as unreadable."""
 OUT_OF_RESOURCES = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE})
 """Errors of the process, not of the file."""
 
 
 class CorruptImageError(UserError):
-    """A file is not a readable image; ``why`` is its decoder's or the file system's message."""
+    """A file is not a readable image; ``why`` is the decoder's or the file system's message."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(
@@ -67,26 +67,26 @@ class CorruptImageError(UserError):
 
 
 MOST_KEPT = 2**31
-"""Bytes of a set whose images are kept once they are drawn; larger sets are drawn each time."""
+"""Most bytes of a synthetic dataset that is held in memory; larger ones are drawn each time."""
 
 
 class DrawnImages:
-    """Images, uint8 (N, C, H, W), that are drawn when they are indexed.
+    """Synthetic images, uint8 (N, C, H, W), that are drawn when they are indexed.
 
-    A fixed pattern for each class, plus noise, so that they can be learned.
+    Each is the fixed pattern of its class plus noise, so that the dataset is learnable.
 
     Args:
         shape: (C, H, W).
         classes: image i is of class i modulo ``classes``.
         count: N.
-        split: 0 to train, 1 to test.
+        split: 0 for training, 1 for test.
     """
 
     def __init__(self, shape: tuple[int, int, int], classes: int, count: int, split: int) -> None:
         self.shape = torch.Size((count, *shape))
         self._classes = classes
         self._split = split
-        # Coarse: at full size those of 1,000 classes of 224 x 224 pixels would be 600 MB.
+        # Coarse, as 1,000 patterns of 224 x 224 pixels would take 600 MB.
         generator = torch.Generator().manual_seed(0)
         self._patterns = torch.randn(classes, shape[0], 4, 4, generator=generator)
         keeps = self.shape.numel() <= MOST_KEPT
@@ -94,7 +94,7 @@ class DrawnImages:
         self._is_drawn = np.zeros(count, dtype=bool)
 
     def __getitem__(self, chosen: Tensor | slice | int) -> Tensor:
-        """Return one image, or several as a tensor of their own."""
+        """Return one image, or several as a new tensor."""
         if isinstance(chosen, int):
             return self[torch.tensor([chosen])][0]
         if isinstance(chosen, slice):
@@ -106,7 +106,7 @@ class DrawnImages:
         missing = np.unique(numbers[~self._is_drawn[numbers]])
         if missing.size:
             self._kept[torch.from_numpy(missing)] = self._draw(missing)
-            self._is_drawn[missing] = True  # last: another thread may index the same ones
+            self._is_drawn[missing] = True  # last, as another thread may index the same images
         return self._kept[torch.from_numpy(numbers)]
 
     def _draw(self, numbers: Int64Array) -> Tensor:
@@ -124,8 +124,8 @@ class DrawnImages:
 class ImageArrays(Dataset[tuple[Tensor, int]]):
     """Images of one size, uint8 (N, C, H, W); batches are made without a loop over samples.
 
-    Indexing gives the evaluation view: a float32 tensor (C, H, W) and a label. ``labels`` are
-    int64 (N,). ``skipped`` are images that were left out as unreadable, if that was requested.
+    Indexing returns the evaluation view: a float32 tensor (C, H, W) and a label. ``labels`` are
+    int64 (N,). ``skipped`` records unreadable images that were left out, if requested.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class ImageArrays(Dataset[tuple[Tensor, int]]):
         return self.recipe.evaluation(self.images[index][None])[0], int(self.targets[index])
 
     def augmented(self, index: int, key: int) -> tuple[Tensor, int]:
-        """Return a sample as :meth:`training_batch` has it, augmented by its key."""
+        """Return a sample augmented by its key, as in :meth:`training_batch`."""
         keys = np.array([key], dtype=np.uint64)
         return self.recipe.training(self.images[index][None], keys)[0], int(self.targets[index])
 
@@ -159,21 +159,21 @@ class ImageArrays(Dataset[tuple[Tensor, int]]):
     def training_batch(
         self, indices: Int64Array, epochs: Int64Array, seed: int
     ) -> tuple[Tensor, Tensor]:
-        """Return the samples as augmented in their ``epochs``; shapes as in evaluation."""
+        """Return the samples augmented for their ``epochs``; shapes as in evaluation."""
         chosen = torch.from_numpy(indices)
         keys = sample_keys(seed, AUGMENTATION, epochs, indices)
         return self.recipe.training(self.images[chosen], keys), self.targets[chosen]
 
 
 class ImageFiles(Dataset[tuple[Tensor, int]]):
-    """Images that are decoded from their files, ``names`` below ``root``, each time.
+    """Images decoded from files, ``names`` below ``root``, at each access.
 
-    Indexing gives the evaluation view: a float32 tensor (3, H, W) and a label. ``size`` is the
+    Indexing returns the evaluation view: a float32 tensor (3, H, W) and a label. ``size`` is the
     (width, height) that every image must have, if any.
 
-    Unreadable images are errors, unless ``skipped`` is there to note them. Then each is replaced
-    by the next readable one (after the last image the first), with its own label. So a sample is
-    the same wherever and whenever it is read.
+    Unreadable images are errors, unless ``skipped`` records them. Then the next readable image
+    (after the last one, the first) replaces each, with its own label. So a sample is the same on
+    every rank and at every access.
     """
 
     def __init__(
@@ -186,8 +186,8 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
         skipped: SkippedImages | None = None,
     ) -> None:
         self.root = root
-        # One array, and not a million strings: loader processes that are forked would
-        # copy the strings' pages as they count references.
+        # One array instead of a million strings, whose pages forked loader processes would copy
+        # through reference counting.
         self._names = np.array([os.fsencode(name) for name in names])
         self.targets = torch.tensor(labels, dtype=torch.int64)
         self.recipe = recipe
@@ -202,16 +202,16 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
         return self.recipe.evaluation_image(image), label
 
     def augmented(self, index: int, key: int) -> tuple[Tensor, int]:
-        """Return the training view of a sample; ``key`` decides all random choices."""
+        """Return the training view of a sample; ``key`` determines all random choices."""
         image, label = self._decoded(index)
         return self.recipe.training_image(image, key), label
 
     def readable(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
-        """Return the evaluation views of the readable ones alone."""
-        found = zip(map(self._tried, indices), indices, strict=True)
+        """Return the evaluation views of the readable images."""
+        images = zip(map(self._tried, indices), indices, strict=True)
         return [
             (self.recipe.evaluation_image(image), int(self.targets[index]))
-            for image, index in found
+            for image, index in images
             if image is not None
         ]
 
@@ -252,7 +252,7 @@ def decode(
 
     Raises:
         CorruptImageError: it cannot be read.
-        UserError: it has another (width, height) than ``size``, or the process cannot open files.
+        UserError: its (width, height) is not ``size``, or the process cannot open files.
     """
     try:
         with Image.open(path if data is None else data) as file:
@@ -265,7 +265,7 @@ def decode(
                 f"{path}: cannot be opened ({error}). Raise the limits of the process (ulimit "
                 "-n), or use fewer --loader-workers."
             ) from error
-        why = str(error).replace(f" {str(path)!r}", "")  # the message names it already
+        why = str(error).replace(f" {str(path)!r}", "")  # the new message has the path already
         raise CorruptImageError(path, why or repr(error)) from error
     if size is not None and image.size != size:
         raise UserError(

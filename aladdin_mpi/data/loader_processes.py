@@ -1,12 +1,12 @@
-"""How processes that load data are started.
+"""Start methods of loader processes.
 
-A forked process has all of its parent's memory, and of its threads the one that forked. MPI and
-the drivers of devices have threads and memory of their own: a lock that one of these threads holds
-is never released in the child, and memory that is registered with a network card may become the
-child's. Most forks go well, and those that do not hang, or train on rubbish. So if MPI or a device
-is in use, processes come from a fresh server (``forkserver``), or are fresh themselves
-(``spawn``). These import the program's main file again, so that it needs
-``if __name__ == "__main__":``, and receive the data set, which has to be picklable.
+A forked process has a copy of its parent's memory, but only the thread that forked. MPI and device
+drivers have threads and registered memory: a lock held by one of these threads is never released
+in the child, and memory that is registered with a network card may end up in the child. Most forks
+succeed; others hang, or read corrupt data. So if MPI or a device is in use, processes are forked
+from a clean server (``forkserver``) or started from scratch (``spawn``). These import the program's
+main file again, which therefore needs ``if __name__ == "__main__":``, and receive the dataset,
+which must be picklable.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from aladdin_mpi.process import console
 
 FORK, FORKSERVER = "fork", "forkserver"
 STARTS_MPI = "MPI4PY_RC_INITIALIZE"
-"""Environment variable that tells mpi4py whether importing it starts MPI."""
+"""Environment variable that sets whether importing mpi4py starts MPI."""
 PRELOADED = ["aladdin_mpi.data.loading"]
-"""Imported by the server once for all processes; not the main file, which would run as a rank."""
+"""Modules that the server imports once for all processes, without the main file."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """The method, ``auto`` or one of Python's, and whether to warn of its risks."""
+    """The start method, ``auto`` or one of Python's, and whether to warn of its risks."""
 
     method: str = FORK
-    tells: bool = False
+    warns: bool = False
 
     def start(self, loader: Callable[[str], Any]) -> Iterator[Any]:
-        """Iterate over a DataLoader that ``loader`` makes for a method.
+        """Return an iterator over the DataLoader that ``loader`` makes for a method.
 
         Raises:
-            UserError: the program, or what it loads, does not allow the method.
+            UserError: the program or the dataset does not support the method.
         """
         method = self._chosen()
         if method == FORK:
@@ -60,7 +60,7 @@ class Start:
                 return iter(loader(method))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             if self.method == "auto":
-                self._tell(f"the objects that load the data cannot be pickled ({error})")
+                self._warn(f"the objects that load the data cannot be pickled ({error})")
                 return iter(loader(FORK))
             raise UserError(
                 f"--loader-start-method {method} requires a data set, collate_fn and "
@@ -76,7 +76,7 @@ class Start:
             return FORKSERVER if self.method == "auto" else self.method
         lacks = f'{main.name} has no line `if __name__ == "__main__":`'
         if self.method == "auto":
-            self._tell(lacks)
+            self._warn(lacks)
             return FORK
         raise UserError(
             f"--loader-start-method {self.method} requires a main file that can be imported, but "
@@ -84,8 +84,8 @@ class Start:
             "fork."
         )
 
-    def _tell(self, why: str) -> None:
-        if self.tells:
+    def _warn(self, why: str) -> None:
+        if self.warns:
             console.say(
                 "aladdin_mpi: warning: loader processes are forked although MPI or a device is "
                 f"in use, because {why}; if they hang, see docs/troubleshooting.md"
@@ -94,7 +94,7 @@ class Start:
 
 @contextmanager
 def _no_mpi_in_children() -> Iterator[None]:
-    """Keep a main file that imports mpi4py from starting MPI, as an existing rank."""
+    """Prevent a main file that imports mpi4py from starting MPI as an existing rank."""
     before = os.environ.get(STARTS_MPI)
     os.environ[STARTS_MPI] = "0"
     try:
@@ -106,14 +106,14 @@ def _no_mpi_in_children() -> Iterator[None]:
 
 
 def is_loader_process() -> bool:
-    """Whether this process was started to load data, and imports the main file for that."""
-    # Python sets the second while the main file is imported.
+    """Return whether this is a loader process, which may be importing the main file."""
+    # Python sets `_inheriting` while the main file is imported.
     process = multiprocessing.current_process()
     return multiprocessing.parent_process() is not None or getattr(process, "_inheriting", False)
 
 
 def _is_fork_dangerous() -> bool:
-    """Whether MPI or a device is in use in this process."""
+    """Return whether MPI or a device is in use in this process."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized():
         return True
@@ -122,9 +122,9 @@ def _is_fork_dangerous() -> bool:
 
 
 def _unguarded_main() -> Path | None:
-    """Return the program's main file, if it would train again when it is imported."""
+    """Return the program's main file if importing it would start training again."""
     path = getattr(sys.modules["__main__"], "__file__", None)
     if path is None or not Path(path).is_file():
-        return None  # nothing will be imported
+        return None  # no file will be imported
     is_guarded = re.search(r"^if\b.*\b__name__\b", Path(path).read_text(errors="replace"), re.M)
     return None if is_guarded else Path(path)

@@ -34,37 +34,37 @@ Collate = Callable[[list[Any]], Any]
 FORKED = Start()
 
 AHEAD = 2
-"""Batches that a thread loads ahead: one more than needed, for data of varying speed."""
+"""Batches that a thread loads ahead: one more than needed, for varying loading times."""
 TRIALS = 3
-"""Batches that are loaded on request first, to measure how long that takes."""
+"""Number of first batches that are loaded on request, to measure their loading time."""
 THREAD = "aladdin_mpi loader"
 LEAST_SECONDS = 0.002
-"""Time of a batch from which a thread pays off."""
+"""Loading time of a batch above which a thread is worthwhile."""
 
 
-class How(Enum):
-    """How a batch is loaded."""
+class LoadMode(Enum):
+    """The circumstances in which a batch is loaded."""
 
     ALONE = "alone"  # while the training waits
-    TRIAL = "trial"  # the same, and it is noted whether samples draw random numbers
-    BESIDE = "beside"  # during training, in another thread
+    TRIAL = "trial"  # like ALONE, and recording whether samples draw random numbers
+    CONCURRENT = "concurrent"  # during training, in another thread
 
 
 class BatchSource:
     """The training batches of one worker.
 
     The next batches are loaded during training, by processes of a ``DataLoader`` or by a thread.
-    Either way a sample is augmented as a function of (seed, epoch, sample), whatever the number
-    of workers and of loader processes.
+    The augmentation of a sample is a function of (seed, epoch, sample), independent of the number
+    of workers and loader processes.
 
     Args:
         dataset: the training set.
-        stream: the samples; its seed is that of the augmentation too.
+        stream: the samples; its seed also determines the augmentation.
         batch_size: samples to prefetch at a time, the usual size of a batch.
-        loader_workers: processes that load ahead. Sets in memory need none.
+        loader_workers: number of processes that load ahead; datasets in memory need none.
         start: see :mod:`.loader_processes`.
-        collate: makes a batch of a list of samples; None: of (input, label) pairs.
-        ahead: without processes, a thread may load the next batches.
+        collate: makes a batch of a list of samples; None for (input, label) pairs.
+        ahead: whether, without processes, a thread may load the next batches.
         arguments: for :func:`load_in_order`.
     """
 
@@ -81,7 +81,7 @@ class BatchSource:
     ) -> None:
         self.stream = stream
         self._arguments = arguments or {}
-        # A collate_fn of the user's own is given single samples.
+        # A user's collate_fn receives single samples.
         is_default = collate is None or collate is default_collate
         self._arrays = dataset if isinstance(dataset, ImageArrays) and is_default else None
         self._batch_size = batch_size
@@ -95,12 +95,12 @@ class BatchSource:
         """Return the next ``count`` samples, by default ``batch_size``.
 
         Returns:
-            The result of ``collate``; of pairs inputs (count, ...), float32 for images, and int64
-            labels (count,).
+            The result of ``collate``; for pairs, inputs (count, ...), float32 for images, and
+            int64 labels (count,).
         """
         count = self._batch_size if count is None else count
         if count != self._batch_size:
-            # A part of a round, at the end of a segment: what was loaded ahead is cut otherwise.
+            # At the end of a segment, a part of a round: batches loaded ahead have another size.
             self.close()
             return self._load(self.stream.take(count))
         if self._loaded is None:
@@ -110,7 +110,7 @@ class BatchSource:
         return batch
 
     def _begin(self) -> Iterator[Any]:
-        # Loading ahead uses a stream of its own; ours counts the samples returned.
+        # Loading ahead uses a copy of the stream; self.stream counts the samples returned.
         stream, size = copy(self.stream), self._batch_size
         taken = (stream.take(size) for _ in itertools.count())
         if self._loader_workers and self._arrays is None:
@@ -119,24 +119,24 @@ class BatchSource:
         return self._load_ahead(taken) if self._ahead else map(self._load, taken)
 
     def _load_ahead(self, taken: Iterator[Places]) -> Iterator[Any]:
-        """Yield the batches of ``taken``, loaded by a thread if that is safe and pays off.
+        """Yield the batches of ``taken``, loaded by a thread if that is safe and worthwhile.
 
-        Data that draw from the process's global generators, which belong to the training, cannot
-        be loaded during it.
+        Data that draw from the process's global generators cannot be loaded during training, which
+        uses these generators.
         """
         seconds: list[float] = []
         for trial in range(TRIALS):
             start = perf_counter()
-            batch = self._load(next(taken), How.TRIAL)
+            batch = self._load(next(taken), LoadMode.TRIAL)
             seconds.append(perf_counter() - start)
             if trial < TRIALS - 1:
                 yield batch
         if min(seconds) < LEAST_SECONDS or self._loader.draws:
             yield batch
             yield from map(self._load, taken)
-        # It has one core: the others compute. torch keeps the number for each thread.
+        # The thread uses one core, the others compute. torch keeps the number per thread.
         thread = ThreadPoolExecutor(1, THREAD, torch.set_num_threads, (1,))
-        loading = (thread.submit(self._load, places, How.BESIDE) for places in taken)
+        loading = (thread.submit(self._load, places, LoadMode.CONCURRENT) for places in taken)
         coming = deque(itertools.islice(loading, AHEAD))
         try:
             while True:
@@ -146,11 +146,11 @@ class BatchSource:
         finally:
             thread.shutdown(wait=False, cancel_futures=True)
 
-    def _load(self, places: Places, how: How = How.ALONE) -> Any:
+    def _load(self, places: Places, mode: LoadMode = LoadMode.ALONE) -> Any:
         if self._arrays is not None:
             epochs, indices = places
             return self._arrays.training_batch(indices, epochs, self.stream.seed)
-        return self._loader(_keys(places), how)
+        return self._loader(_keys(places), mode)
 
     def close(self) -> None:
         """Stop loading ahead; the next batch starts it again."""
@@ -164,7 +164,7 @@ def test_batches(
 ) -> Iterator[Batch]:
     """Yield one of ``parts`` equal parts of the samples, in order and without augmentation.
 
-    Images that are skipped are left out; the last batch may be short.
+    Skipped images are left out; the last batch may be short.
     """
     end = len(dataset) * (part + 1) // parts
     for first in range(len(dataset) * part // parts, end, batch_size):
@@ -183,10 +183,10 @@ def test_batches(
 def train_batches_for_statistics(
     dataset: MapDataset, batch_size: int, count: int, seed: int
 ) -> Iterator[Batch]:
-    """Yield ``count`` batches of training samples, drawn by ``seed``, without augmentation.
+    """Yield ``count`` batches of training samples, selected by ``seed``, without augmentation.
 
-    They serve to estimate batch-norm statistics again. No sample repeats before all have come.
-    The global generators are left alone: a thread may be drawing from them.
+    They serve to recalibrate batch norm. No sample repeats before all have been used. The global
+    generators are not changed, as another thread may use them.
     """
     stream = ShardedStream(len(dataset), 0, 1, seed)
     for _ in range(count):
@@ -198,7 +198,7 @@ def train_batches_for_statistics(
 
 
 def describe(dataset: MapDataset) -> dict[str, Any]:
-    """Return the facts that all workers' data must share: sizes, and kinds of the first sample."""
+    """Return the facts that all workers' data must share: sizes, and types of the first sample."""
     with global_generators_kept():
         inputs, labels = _collate([dataset[0]])
     return {
@@ -215,9 +215,9 @@ def _keys(places: Places) -> list[Key]:
 
 
 class TrainingLoader:
-    """Loads batches by (epoch, index), with augmentation decided by these and the seed.
+    """Loader of batches by (epoch, index), with augmentation determined by these and the seed.
 
-    ``draws``: a batch on trial has drawn from the process's global random generators.
+    ``draws``: whether a trial batch has drawn from the process's global generators.
     """
 
     def __init__(self, dataset: MapDataset, seed: int, collate: Collate) -> None:
@@ -227,24 +227,24 @@ class TrainingLoader:
         self._augmented = getattr(dataset, "augmented", None)
         self.draws = False
 
-    def __call__(self, keys: list[Key], how: How = How.ALONE) -> Any:
-        """Load a batch; except BESIDE training, seed the global generators for each sample."""
+    def __call__(self, keys: list[Key], mode: LoadMode = LoadMode.ALONE) -> Any:
+        """Load a batch; unless CONCURRENT, seed the global generators for each sample."""
         epochs, indices = torch.tensor(keys).numpy().T
         numbers = sample_keys(self._seed, AUGMENTATION, epochs, indices).tolist()
-        with nullcontext() if how is How.BESIDE else global_generators_kept():
+        with nullcontext() if mode is LoadMode.CONCURRENT else global_generators_kept():
             samples = [
-                self._sample(index, number, how)
+                self._sample(index, number, mode)
                 for index, number in zip(indices.tolist(), numbers, strict=True)
             ]
-        before = _positions() if how is How.TRIAL else None
+        before = _positions() if mode is LoadMode.TRIAL else None
         batch = self._collate(samples)
         self.draws |= before is not None and before != _positions()
         return batch
 
-    def _sample(self, index: int, number: int, how: How) -> Any:
-        if self._augmented is None and how is not How.BESIDE:
+    def _sample(self, index: int, number: int, mode: LoadMode) -> Any:
+        if self._augmented is None and mode is not LoadMode.CONCURRENT:
             seed_global_generators(number)
-        before = _positions() if how is How.TRIAL else None
+        before = _positions() if mode is LoadMode.TRIAL else None
         augmented = self._augmented
         sample = self.dataset[index] if augmented is None else augmented(index, number)
         self.draws |= before is not None and before != _positions()
@@ -252,14 +252,14 @@ class TrainingLoader:
 
 
 def seed_global_generators(key: int) -> None:
-    """Seed those that a user's augmentation may draw from: torch's, Python's and numpy's."""
+    """Seed torch's, Python's and numpy's global generators, which a user's augmentation may use."""
     torch.default_generator.manual_seed(key)
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
 
 
 def _positions() -> tuple[bytes, Any, Any]:
-    """Return the positions of the global generators."""
+    """Return the states of the global generators, for comparison."""
     mine = bytes(torch.default_generator.get_state().numpy())
     _, _, *position = np.random.get_state()
     return mine, random.getstate(), position
@@ -267,7 +267,7 @@ def _positions() -> tuple[bytes, Any, Any]:
 
 @contextmanager
 def global_generators_kept() -> Iterator[None]:
-    """Restore the states of the global generators afterwards."""
+    """Restore the states of the global generators after the block."""
     states = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
     try:
         yield
@@ -288,20 +288,20 @@ def load_in_order(
     worker_init_fn: Callable[[int], object] | None = None,
     seed: int = 0,
 ) -> Iterator[Any]:
-    """Yield ``load(...)`` of each of ``keys``, loaded ahead by processes, if any.
+    """Yield ``load(key)`` for each of ``keys``, loaded ahead by processes, if any.
 
-    A UserError in such a process is raised here as it was there, and images that the loader's
-    ``dataset``, if any, notes as skipped there are noted here.
+    A UserError in such a process is raised here again, and images that the loader's ``dataset``
+    records as skipped there are recorded here.
 
     Args:
         load: makes a batch.
         keys: arguments of ``load``.
         loader_workers: number of processes.
-        start: how they are started.
-        timeout: seconds that a batch may take, 0 for no limit.
-        prefetch_factor: batches that each process loads ahead; None: torch's default.
-        worker_init_fn: called in each process with its number before it loads.
-        seed: of the random numbers that the processes begin with, and differ in.
+        start: their start method.
+        timeout: longest loading time of a batch in seconds; 0 for no limit.
+        prefetch_factor: batches that each process loads ahead; None for torch's default.
+        worker_init_fn: called in each process with its number before loading.
+        seed: of the processes' initial random states, which differ among processes.
     """
     dataset = getattr(load, "dataset", None)
 
@@ -312,7 +312,7 @@ def load_in_order(
             num_workers=loader_workers,
             collate_fn=_as_it_is,
             multiprocessing_context=method,
-            # Without one of its own it would draw from the global generator.
+            # Without a generator, it would draw from the global one.
             generator=torch.Generator().manual_seed(seed),
             timeout=timeout,
             prefetch_factor=prefetch_factor,
@@ -324,7 +324,7 @@ def load_in_order(
 
 
 def _begin_process(dataset: Any, own: Callable[[int], object] | None, number: int) -> None:
-    # The user's data set in place of _Loading, in a frozen object, as the user is not to change it.
+    # Show the user's dataset instead of _Loading; the object is frozen against changes by users.
     object.__setattr__(get_worker_info(), "dataset", dataset)
     if own is not None:
         own(number)
@@ -339,7 +339,7 @@ class _Loaded(NamedTuple):
 
 
 class _Loading(Dataset[Any]):
-    """A data set whose lists of samples are batches already."""
+    """A dataset whose lists of samples are batches already."""
 
     def __init__(self, load: Callable[[Any], Any], dataset: Any) -> None:
         self._load = load
@@ -377,7 +377,7 @@ def _unpacked(batches: Iterator[_Loaded], skipped: SkippedImages | None) -> Iter
 def _collate(samples: list[Any]) -> Batch:
     try:
         batch = default_collate(samples)
-    except (TypeError, RuntimeError) as error:  # of no tensors, and of unequal ones
+    except (TypeError, RuntimeError) as error:  # not tensors, or tensors of different shapes
         raise UserError(
             "--dataset: expected samples (input, label) that can be collated into a batch, with "
             f"inputs of one shape, got others ({error}); change what the data set returns"

@@ -1,4 +1,4 @@
-"""Models by name: the small ones, torchvision's, and the user's own."""
+"""Models by name: small built-in ones, torchvision's, and the user's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aladdin_mpi.process import extras
 
 
 def digits(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
-    """Three convolutions with batch norm, about 26,000 parameters, made for 8x8 digits."""
+    """Return three convolutions with batch norm, about 26,000 parameters, for 8x8 digits."""
     widths = (16, 32, 64)
     layers: list[nn.Module] = []
     for i, (before, after) in enumerate(zip((in_channels, *widths), widths, strict=False)):
@@ -29,7 +29,7 @@ def digits(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
 
 
 def mlp(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
-    """Two hidden layers of 256 units."""
+    """Return a perceptron with two hidden layers of 256 units."""
     return nn.Sequential(
         nn.Flatten(),
         nn.Linear(in_channels * image_size**2, 256),
@@ -41,7 +41,7 @@ def mlp(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
 
 
 class _BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut without parameters (option A of He et al.)."""
+    """A block of two 3x3 convolutions and a shortcut without parameters (He et al., option A)."""
 
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()
@@ -87,27 +87,27 @@ class CifarResNet(nn.Module):
 
 
 def resnet20(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
-    """He et al.'s 20-layer network for CIFAR, 0.27 million parameters."""
+    """Return He et al.'s 20-layer network for CIFAR, 0.27 million parameters."""
     return CifarResNet(3, num_classes, in_channels)
 
 
 def resnet56(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
-    """He et al.'s 56-layer network for CIFAR, 0.85 million parameters."""
+    """Return He et al.'s 56-layer network for CIFAR, 0.85 million parameters."""
     return CifarResNet(9, num_classes, in_channels)
 
 
 def vgg16_bn_cifar(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
-    """VGG-16 with batch norm for 32x32 pixels and one linear layer, 14.7 million parameters."""
+    """Return VGG-16 with batch norm and one linear layer for 32x32 pixels, 14.7 M parameters."""
     return _vgg((2, 2, 3, 3, 3), num_classes, in_channels)
 
 
 def vgg8_cifar(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
-    """One convolution in each of VGG's five stages, 3.9 million parameters."""
+    """Return VGG with one convolution in each of five stages, 3.9 million parameters."""
     return _vgg((1, 1, 1, 1, 1), num_classes, in_channels)
 
 
 def _vgg(convolutions: Sequence[int], num_classes: int, in_channels: int) -> nn.Module:
-    """Return VGG with so many convolutions in each stage."""
+    """Return VGG with the given number of convolutions per stage."""
     layers: list[nn.Module] = []
     before = in_channels
     for count, width in zip(convolutions, (64, 128, 256, 512, 512), strict=True):
@@ -129,7 +129,7 @@ def _convolution(before: int, after: int) -> list[nn.Module]:
 
 
 def initialise_convolutions(model: nn.Module) -> None:
-    """Draw convolution weights as in He et al., "Delving deep into rectifiers"."""
+    """Initialise convolution weights as in He et al., "Delving deep into rectifiers"."""
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, nn.Conv2d):
@@ -147,10 +147,10 @@ SMALL_MODELS: dict[str, Callable[[int, int, int], nn.Module]] = {
 
 
 def list_models() -> list[str]:
-    """Return the names that :func:`build_model` knows: small models, then torchvision's, if any."""
+    """Return the names for :func:`build_model`: small models, then torchvision's, if installed."""
     if extras.missing("torchvision"):
         return list(SMALL_MODELS)
-    import torchvision.models  # as slow to import as torch, and most runs need none of it
+    import torchvision.models  # as slow to import as torch, and rarely needed
 
     return [*SMALL_MODELS, *torchvision.models.list_models(module=torchvision.models)]
 
@@ -161,15 +161,15 @@ def build_model(
     """Return a new model with random weights, drawn from torch's global generator.
 
     Args:
-        name: one of :func:`list_models`, or ``package.module:function``. A function is given
-            those of the other arguments that it has parameters for, and returns a module.
+        name: one of :func:`list_models`, or ``package.module:function``. A function receives those
+            of the other arguments for which it has parameters, and returns a module.
         num_classes: number of outputs.
         in_channels: channels of the images. torchvision's models take three, or one, which is
-            repeated at their entry.
+            repeated at the input.
         image_size: side of the images in pixels.
 
     Raises:
-        UserError: unknown name, or a model that cannot take such images.
+        UserError: an unknown name, or a model that does not support such images.
     """
     if ":" in name:
         return _build_users(name, num_classes, in_channels, image_size)
@@ -210,7 +210,7 @@ def _build_torchvision(name: str, num_classes: int, in_channels: int, size: int)
     builder = torchvision.models.get_model_builder(name)
     options: dict[str, Any] = {"weights": None, "num_classes": num_classes}
     if name in ("googlenet", "inception_v3"):
-        # Their auxiliary classifiers would make the output a tuple in training only.
+        # With auxiliary classifiers, the output would be a tuple during training.
         options |= {"aux_logits": False, "init_weights": True}
     if name.startswith("vit_"):
         options["image_size"] = size
@@ -223,13 +223,13 @@ def _build_torchvision(name: str, num_classes: int, in_channels: int, size: int)
 
 
 def _repeat_channel(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Turn the one channel of (N, 1, H, W) into three equal ones."""
+    """Repeat the channel of (N, 1, H, W) three times."""
     return (inputs[0].expand(-1, 3, -1, -1), *inputs[1:])
 
 
 def _try(model: nn.Module, in_channels: int, image_size: int) -> None:
-    """Pass an empty image through the model, so that a wrong size is found at once."""
-    # Not always on "meta", for which torch imports its compiler: as slow as the rest of a start.
+    """Pass an empty image through the model to detect unsupported sizes."""
+    # Not always on "meta", for which torch imports its compiler, doubling the start-up time.
     device = next(model.parameters()).device
     image = torch.zeros(1, in_channels, image_size, image_size, device=device)
     with torch.no_grad():

@@ -1,8 +1,8 @@
-"""Work on the data before training: copies on the hosts' own disks, and checks of all images.
+"""Preparation of the data before training: copies on the hosts' local disks, and image checks.
 
-A parallel file system serves a few large reads well and a million small ones badly, above all
-when every epoch repeats them. So ``--stage`` copies the data once for all ranks of a host, and
-``--check-images`` has each image read by one rank.
+A parallel file system serves a few large reads well, but millions of small ones badly, especially
+if every epoch repeats them. So ``--stage`` copies the data once for all ranks of a host, and with
+``--check-images`` one rank reads each image.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from aladdin_mpi.process.files import remove_tree
 from aladdin_mpi.transport.base import Transport
 
 COPIES = 8
-"""Files that are copied at a time."""
+"""Number of files that are copied at the same time."""
 KEPT_FREE = 0.02
-"""Share of the disk that is left alone."""
+"""Share of the disk that is kept free."""
 PIECE = 4 << 20
-"""Bytes that are read at a time."""
+"""Bytes per read."""
 UNFINISHED = ".unfinished"
 State = tuple[int, int]
-"""A file's bytes, and the second of its last change."""
+"""A file's size in bytes, and the time of its last change in seconds."""
 
 
 def _state_of(path: Path) -> State:
@@ -49,14 +49,14 @@ def _state_of(path: Path) -> State:
 
 
 class DiskCopy:
-    """A copy of the folder ``source`` that becomes the folder ``target``.
+    """A copy of the folder ``source`` as the folder ``target``.
 
-    A file has its name when it is complete: an interrupted copy is continued.
+    Files get their names when they are complete, so that an interrupted copy can be continued.
 
     Attributes:
-        needed: bytes to copy, as soon as that is known.
+        needed: bytes to copy, once known.
         copied: bytes copied.
-        moves: rises as long as the copy progresses.
+        moves: counter that increases while the copy progresses.
         is_stopped: set by another thread to end the copy early.
     """
 
@@ -74,7 +74,7 @@ class DiskCopy:
         """Copy the files that differ from the source.
 
         Raises:
-            UserError: there is nothing to copy, it cannot be read or written, or has no room.
+            UserError: no files to copy, an error in reading or writing, or a full disk.
         """
         if self.target.resolve().is_relative_to(self.source.resolve()):
             raise UserError(
@@ -96,7 +96,7 @@ class DiskCopy:
             ) from error
 
     def _listed(self) -> tuple[dict[str, State], set[str]]:
-        """Return the files and the folders of the source, by paths below it."""
+        """Return the files and the folders of the source, by relative paths."""
         files, folders = {}, set()
         for folder, _, names in os.walk(self.source, followlinks=True):
             inside = Path(os.path.relpath(folder, self.source))
@@ -125,9 +125,9 @@ class DiskCopy:
             return False
 
     def _prepare(self, missing: dict[str, State], known: set[str], folders: set[str]) -> None:
-        """Make room and the folders.
+        """Check the free space, create folders, and remove files that the source does not have.
 
-        What the source no longer has would be trained on, as an image or a class too many.
+        Training would use leftover files as additional images or classes.
         """
         for folder, inner, names in os.walk(self.target):
             inside = Path(os.path.relpath(folder, self.target))
@@ -168,8 +168,8 @@ class DiskCopy:
             raise InterruptedError("stopped")
 
     def start(self) -> None:
-        """Make the copy in a thread."""
-        # It may wait for another job, or a file system that hangs; the program's end does not.
+        """Start the copy in a thread."""
+        # A daemon, as it may wait for another job, or for a file system that hangs.
         self._thread = threading.Thread(target=self._run, name="aladdin_mpi staging", daemon=True)
         self._thread.start()
 
@@ -180,10 +180,10 @@ class DiskCopy:
             self._problem = problem
 
     def has_ended(self, seconds: float, timeout: float) -> bool:
-        """Wait for its end for ``seconds``.
+        """Wait up to ``seconds``; return whether the copy is complete.
 
         Raises:
-            UserError: it could not be made, or has not progressed for ``timeout`` seconds.
+            UserError: the copy failed, or has not progressed for ``timeout`` seconds.
         """
         self._thread.join(seconds)
         if not self._thread.is_alive():
@@ -203,9 +203,9 @@ class DiskCopy:
 
 
 MOST_APART = 10.0
-"""Seconds after which ranks hear of each other again."""
-TOLD_EVERY = 60.0
-"""Seconds."""
+"""Most seconds between two messages among ranks."""
+REPORT_EVERY = 60.0
+"""Seconds between two reports."""
 
 
 def stage(
@@ -213,10 +213,10 @@ def stage(
 ) -> Path | None:
     """Copy ``data_dir`` to this host's ``disk``, if it has one; return the folder to read from.
 
-    All ranks call it. It may take longer than ``timeout``, as long as something is copied.
+    All ranks call it. It may take longer than ``timeout`` while the copy progresses.
 
     Raises:
-        UserError: there is nothing to copy, no room, or nothing moves for ``timeout`` seconds.
+        UserError: no files to copy, a full disk, or no progress for ``timeout`` seconds.
     """
     target, copy = data_dir, None
     if data_dir is not None and disk is not None:
@@ -233,7 +233,7 @@ def stage(
 
 
 def place(data_dir: Path, disk: Path) -> Path:
-    """Return the place of data on a disk, different for other folders of the same name."""
+    """Return the folder of the copy on a disk; it is unique for the path of ``data_dir``."""
     digest = hashlib.sha256(os.fsencode(data_dir.resolve())).hexdigest()[:8]
     return disk / f"{data_dir.resolve().name}-{digest}"
 
@@ -241,9 +241,9 @@ def place(data_dir: Path, disk: Path) -> Path:
 def _wait_for_all(
     transport: Transport, copy: DiskCopy | None, timeout: float, reported: Path | None
 ) -> None:
-    """Wait for the hosts' copies. No rank waits for another for longer than a pause."""
+    """Wait for the hosts' copies; no rank waits for another one longer than a pause."""
     pause = min(MOST_APART, timeout / 4)
-    start = told = time.monotonic()
+    start = reported_at = time.monotonic()
     busy = True
     while busy:
         has_ended = all_or_none(transport, lambda: copy is None or copy.has_ended(pause, timeout))
@@ -252,9 +252,9 @@ def _wait_for_all(
         busy = broadcast(transport, any(is_busy for is_busy, *_ in hosts))
         copied, needed = (sum(each[i] for each in hosts) for i in (1, 2))
         now = time.monotonic()
-        if not copied or reported is None or (busy and now - told < TOLD_EVERY):
+        if not copied or reported is None or (busy and now - reported_at < REPORT_EVERY):
             continue
-        told = now
+        reported_at = now
         of = f" of {_gigabytes(needed)}" if busy else ""
         where = f" of {len(hosts)} hosts" if len(hosts) > 1 else ""
         console.say(
@@ -269,16 +269,16 @@ def _gigabytes(count: int) -> str:
 
 # -- images that cannot be read -----------------------------------------------------------------
 AT_A_TIME = 64
-"""Images that a loader process reads before it reports."""
+"""Images that a loader process reads per report."""
 MOST_NAMED = 1000
 
 
 def check_images(options: RunOptions, transport: Transport) -> tuple[Fault, ...] | None:
-    """Return the unreadable images, the same on all ranks; None without ``--check-images``.
+    """Return the unreadable images, on all ranks; None without ``--check-images``.
 
     Raises:
-        UserError: at rank 0, names all of them, if they are not to be skipped.
-        RefusedError: then at the others.
+        UserError: at rank 0, with all unreadable images, unless they are to be skipped.
+        RefusedError: at the other ranks in this case.
     """
     if not options.check_images:
         return None
@@ -287,8 +287,8 @@ def check_images(options: RunOptions, transport: Transport) -> tuple[Fault, ...]
     if transport.rank == 0 and not options.quiet:
         console.say(f"--check-images: reading {count} images", sys.stdout)
     mine = all_or_none(transport, lambda: _faults(listings, options, transport))
-    found = [each for part in gather(transport, mine) for each in part or ()]
-    faults = tuple(sorted(Fault(*each) for each in broadcast(transport, found)))
+    gathered = [each for part in gather(transport, mine) for each in part or ()]
+    faults = tuple(sorted(Fault(*each) for each in broadcast(transport, gathered)))
     if faults and options.corrupt_images == "stop":
         all_or_none(transport, lambda: _refuse(listings, faults, count))
     return faults
@@ -304,7 +304,7 @@ def _faults(
         for index in range(transport.rank, len(listing.names), transport.size)
     ]
     pieces = [places[i : i + AT_A_TIME] for i in range(0, len(places), AT_A_TIME)]
-    start = Start(options.loader_start_method, tells=transport.rank == 0)
+    start = Start(options.loader_start_method, warns=transport.rank == 0)
     check = partial(_faults_among, listings)
     loaded = load_in_order(check, pieces, options.loader_workers, start)
     return [each for piece in loaded for each in piece]

@@ -1,4 +1,4 @@
-"""Which samples a worker sees, in which order."""
+"""The order of samples, and their distribution to workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aladdin_mpi.errors import UserError
 UInt64Array = npt.NDArray[np.uint64]
 Int64Array = npt.NDArray[np.int64]
 
-# Purposes of random numbers: the order of an epoch, a sample's augmentation, synthetic images.
+# Purposes of random numbers: order of an epoch, augmentation of a sample, synthetic images.
 SHUFFLING, AUGMENTATION, SYNTHESIS = 1, 2, 3
 
 _MASK = 2**64 - 1
@@ -23,7 +23,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mix(values: UInt64Array) -> UInt64Array:
-    """Map 64-bit values one to one onto 64-bit values that look random."""
+    """Map 64-bit values one to one to pseudorandom 64-bit values."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
@@ -47,7 +47,7 @@ def sample_keys(
 
 
 def order_key(seed: int, epoch: int) -> int:
-    """Return the random number that decides the order of an epoch."""
+    """Return the random number that determines the order of an epoch."""
     return int(sample_keys(seed, SHUFFLING, epoch, np.zeros(1, dtype=np.int64))[0])
 
 
@@ -68,7 +68,7 @@ def permutation(length: int, seed: int, epoch: int) -> Int64Array:
 
 @dataclass(frozen=True)
 class Period:
-    """Part of a run with one number of workers.
+    """A part of a run with a constant number of workers.
 
     ``taken`` is each worker's number of samples in the period, None (unknown) if it failed.
     """
@@ -83,12 +83,12 @@ class Period:
 
 @dataclass(frozen=True)
 class Rest:
-    """The remaining samples of epochs that earlier periods have begun.
+    """The remaining samples of epochs that were begun in earlier periods.
 
     Attributes:
         first_epoch: the first epoch that no worker has begun.
-        epochs: of the remaining samples, in rising order.
-        places: of these samples in the orders of their epochs.
+        epochs: of the remaining samples, in ascending order.
+        places: positions of these samples in the orders of their epochs.
     """
 
     first_epoch: int
@@ -96,8 +96,8 @@ class Rest:
     places: Int64Array
 
     @classmethod
-    def behind(cls, length: int, past: Sequence[Period]) -> Rest:
-        """Return what ``past`` has left of epochs of ``length`` samples."""
+    def after(cls, length: int, past: Sequence[Period]) -> Rest:
+        """Return the samples that remain after ``past``, with epochs of ``length`` samples."""
         nothing = np.empty(0, dtype=np.int64)
         rest = cls(0, nothing, nothing)
         for period in past:
@@ -105,55 +105,54 @@ class Rest:
         return rest
 
     def _after(self, length: int, period: Period) -> Rest:
-        """Return the rest after one more period, in which ``self`` was dealt first."""
+        """Return the rest after another period, in which the samples of ``self`` came first."""
         n = period.workers
-        left = np.zeros(len(self.epochs), dtype=bool)
-        # Each worker's epoch at the end of the period, and how many of its samples it has had.
+        remains = np.zeros(len(self.epochs), dtype=bool)
+        # Each worker's epoch at the end of the period, and the samples that it has used of it.
         reached: dict[int, tuple[int, int]] = {}
         for worker, taken in enumerate(period.taken):
             if taken is not None:
-                left[worker::n][taken:] = True
+                remains[worker::n][taken:] = True
                 of_epochs = max(0, taken - len(self.epochs[worker::n]))
                 epoch, offset = divmod(of_epochs, len(range(worker, length, n)))
                 reached[worker] = self.first_epoch + epoch, offset
         ends = (epoch + (offset > 0) for epoch, offset in reached.values())
         end = max(ends, default=self.first_epoch)
-        epochs, places = [self.epochs[left]], [self.places[left]]
+        epochs, places = [self.epochs[remains]], [self.places[remains]]
         for epoch in range(self.first_epoch, end):
             is_left = np.zeros(length, dtype=bool)
             for worker, (last, offset) in reached.items():
                 if last <= epoch:
                     is_left[worker::n][offset if last == epoch else 0 :] = True
-            (found,) = np.nonzero(is_left)
-            places.append(found.astype(np.int64))
-            epochs.append(np.full(len(found), epoch, dtype=np.int64))
+            (positions,) = np.nonzero(is_left)
+            places.append(positions.astype(np.int64))
+            epochs.append(np.full(len(positions), epoch, dtype=np.int64))
         return Rest(end, np.concatenate(epochs), np.concatenate(places))
 
 
 class ShardedStream:
-    """The endless sequence of samples of one worker.
+    """The endless sequence of a worker's samples.
 
-    Each epoch is a permutation of all samples, a function of (``seed``, epoch), of which
-    worker w of n takes the places w, w + n, w + 2n, ... The shards of one epoch never
-    overlap, together are everything, and differ in size by at most one. Workers pass
-    through their epochs each at its own speed.
+    Each epoch is a permutation of all samples, a function of (``seed``, epoch), of which worker w
+    of n takes the positions w, w + n, w + 2n, ... The shards of an epoch are disjoint and complete,
+    and differ in size by at most one. Each worker advances at its own speed.
 
-    Samples that periods with other numbers of workers have left of their epochs come first,
-    dealt in the same way. So no sample of an epoch is left out or comes twice.
+    Samples that remain of epochs from periods with other numbers of workers come first,
+    distributed in the same way. So no sample of an epoch is left out or repeated.
 
     Args:
-        length: number of samples in the data set.
+        length: number of samples in the dataset.
         worker: this worker's number, 0 to ``workers`` - 1.
         workers: number of workers.
         seed: the seed of the run.
-        order: of an epoch's samples, ``length`` indices; None: a permutation by the seed.
+        order: returns an epoch's ``length`` indices; None for a permutation by the seed.
         past: periods of the run with other numbers of workers.
 
     Attributes:
-        position: number of samples taken since the start. May be set, in constant time.
+        position: number of samples taken since the start; may be set, in constant time.
 
     Raises:
-        UserError: if there are fewer samples than workers.
+        UserError: fewer samples than workers.
     """
 
     def __init__(
@@ -176,7 +175,7 @@ class ShardedStream:
         self.workers = workers
         self._part = slice(worker, None, workers)
         self._order = order or (lambda epoch: permutation(length, seed, epoch))
-        rest = Rest.behind(length, past)
+        rest = Rest.after(length, past)
         self._first_epoch = rest.first_epoch
         self._rest_epochs = rest.epochs[self._part]
         self._rest_places = rest.places[self._part]
@@ -196,12 +195,12 @@ class ShardedStream:
         """Return the epochs and the indices of the next ``count`` samples, each (count,)."""
         epochs = np.empty(count, dtype=np.int64)
         indices = np.empty(count, dtype=np.int64)
-        done = 0
-        while done < count:
-            epoch, part = self.epoch, self._next(count - done)
-            epochs[done : done + len(part)] = epoch
-            indices[done : done + len(part)] = part
-            done += len(part)
+        filled = 0
+        while filled < count:
+            epoch, part = self.epoch, self._next(count - filled)
+            epochs[filled : filled + len(part)] = epoch
+            indices[filled : filled + len(part)] = part
+            filled += len(part)
             self.position += len(part)
         return epochs, indices
 
@@ -213,7 +212,7 @@ class ShardedStream:
             places = self._rest_places[self.position : min(stop, self.position + most)]
             return self._order(epoch)[places]
         if epoch != self._shard_epoch:
-            # A view: workers in the same epoch of one process share one permutation.
+            # A view: workers of one process in the same epoch share the permutation.
             self._shard, self._shard_epoch = self._order(epoch)[self._part], epoch
         offset %= self.shard_size
         return self._shard[offset : offset + most]

@@ -1,4 +1,4 @@
-"""Images in shards, which workers read from beginning to end, each its own."""
+"""Images in tar shards; each worker reads its own shards sequentially."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ LAYOUT = (
 )
 NAME_BYTES = 64
 ENTRY = np.dtype([("offset", "<i8"), ("size", "<i8"), ("label", "<i8"), ("name", f"S{NAME_BYTES}")])
-"""A sample: the position and size of its image in the shard, its label and its image's name."""
+"""A sample: offset and size of its image in the shard, its label, and the image's name."""
 Entries = npt.NDArray[Any]
 
 
 def find_shards(data_dir: Path | None) -> tuple[list[Path], list[Path]]:
-    """Return the shards to train and to test with, sorted by name.
+    """Return the training and the test shards, sorted by name.
 
     Raises:
-        UserError: ``--data-dir`` is missing, or has none for one of the two.
+        UserError: ``--data-dir`` is missing, or has no shards of one of the two.
     """
     if data_dir is None:
         raise UserError(f"--dataset shards requires --data-dir; {LAYOUT}")
-    found = []
+    splits = []
     for names in (("train",), ("test", "val", "validation")):
         shards = next(filter(None, (_shards(data_dir, name) for name in names)), [])
         if not shards:
             raise UserError(f"--data-dir {data_dir}: no shards to {names[0]} with; {LAYOUT}")
-        found.append(shards)
-    return found[0], found[1]
+        splits.append(shards)
+    return splits[0], splits[1]
 
 
 def _shards(data_dir: Path, name: str) -> list[Path]:
@@ -63,14 +63,14 @@ def indexed(shards: Sequence[Path]) -> list[Entries]:
     """Return the entries of each shard.
 
     Raises:
-        UserError: one cannot be read, or has a sample without an image or label.
+        UserError: a shard cannot be read, or has a sample without an image or label.
     """
-    # Each shard is read by one rank of the host. One order for all of them, or such that begin
-    # at neighbours, would have all wait for the one that is ahead.
+    # One rank of the host reads each shard. With the same order, or with orders that begin at
+    # neighbours, all would wait for the rank that is ahead.
     order = random.Random().sample(range(len(shards)), len(shards))
     folder = index_dir(shards[0].resolve().parent)
-    found = {place: _cached(shards[place], folder) for place in order}
-    return [found[place] for place in range(len(shards))]
+    entries = {place: _cached(shards[place], folder) for place in order}
+    return [entries[place] for place in range(len(shards))]
 
 
 def _cached(shard: Path, folder: Path) -> Entries:
@@ -78,8 +78,8 @@ def _cached(shard: Path, folder: Path) -> Entries:
         state = shard.stat()
     except OSError as error:
         raise UserError(f"{shard}: cannot be read ({error}). Replace or remove it.") from error
-    seen = f"shard index, version 2\0{shard.resolve()}\0{state.st_size}\0{state.st_mtime_ns}"
-    digest = hashlib.sha256(os.fsencode(seen)).hexdigest()[:32]
+    state_text = f"shard index, version 2\0{shard.resolve()}\0{state.st_size}\0{state.st_mtime_ns}"
+    digest = hashlib.sha256(os.fsencode(state_text)).hexdigest()[:32]
     return cached_array(f"shard-{digest}", lambda: _read(shard), folder).view(ENTRY)
 
 
@@ -100,7 +100,7 @@ def _read(shard: Path) -> npt.NDArray[np.uint8]:
 
 
 def _entries(shard: Path, archive: tarfile.TarFile) -> Iterator[tuple[int, int, int, bytes]]:
-    """Each sample's entry; files of one sample follow one another.
+    """Yield each sample's entry; the files of a sample are adjacent.
 
     Raises:
         UserError: a sample lacks an image or a label.
@@ -127,7 +127,7 @@ def _entries(shard: Path, archive: tarfile.TarFile) -> Iterator[tuple[int, int, 
 
 
 def _split(name: str) -> tuple[str, str]:
-    """A sample's key and a file's suffix; no key if a name begins with a dot or has none."""
+    """Return a sample's key and a file's suffix; no key if a name has no stem or no suffix."""
     folder, slash, last = name.rpartition("/")
     stem, dot, suffix = last.partition(".")
     return f"{folder}{slash}{stem}" if stem and dot else "", suffix.lower()
@@ -151,13 +151,13 @@ def _label(shard: Path, key: str, labels: dict[str, bytes]) -> int:
 
 
 MOST_OPEN = 64
-"""Shards that a process keeps open: as many as a shuffle buffer reaches over."""
+"""Shards that a process keeps open, as many as a shuffle buffer spans."""
 
 
 class ShardImages(ImageFiles):
-    """The images of several shards, tar files with their ``entries``, numbered through.
+    """The images of several shards, tar files with their ``entries``, with consecutive indices.
 
-    A sample is moved by less than ``shuffle_buffer`` places out of its shard's order.
+    A sample is moved by less than ``shuffle_buffer`` places from its position in the shard.
     """
 
     def __init__(
@@ -177,8 +177,8 @@ class ShardImages(ImageFiles):
         self._file = lru_cache(MOST_OPEN)(_ShardFile)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The files that entries are mapped from, if they are: the entries of an ImageNet are a
-        # hundred megabytes, for each loader process.
+        # Send the names of mapped files, as the entries of ImageNet are a hundred megabytes for
+        # each loader process.
         sent = [getattr(each, "filename", None) or each for each in self._entries]
         return {**self.__dict__, "_entries": sent, "_file": None}
 
@@ -190,14 +190,14 @@ class ShardImages(ImageFiles):
         ]
 
     def reading_order(self, epoch: int, workers: int, seed: int) -> Int64Array:
-        """Return an order of all samples, of which worker w of n gets the places w, w + n, ..."""
+        """Return an order of all samples; worker w of n takes the positions w, w + n, ..."""
         return _order(tuple(map(len, self._entries)), epoch, workers, seed, self._window)
 
     def check_classes(self, count: int) -> None:
-        """Check that no class is unknown to the training set, which has ``count``.
+        """Check that all classes are among the ``count`` classes of the training set.
 
         Raises:
-            UserError: names the first sample of one that is.
+            UserError: names the first sample of another class.
         """
         unknown = np.flatnonzero(self.targets.numpy() >= count)
         if len(unknown):
@@ -226,7 +226,7 @@ class ShardImages(ImageFiles):
 
 
 class _ShardFile:
-    """An open shard, closed with its last reference; threads and forked processes may share it.
+    """An open shard, closed with its last reference; shared by threads and forked processes.
 
     Raises:
         UserError: it cannot be opened.
@@ -240,18 +240,18 @@ class _ShardFile:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # bound for Python's end
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # os may be gone at exit
         if hasattr(self, "descriptor"):
             close(self.descriptor)
 
 
 @lru_cache(maxsize=4)
 def _order(sizes: tuple[int, ...], epoch: int, workers: int, seed: int, window: int) -> Int64Array:
-    """Shards in an order by the seed, dealt to the workers as they lie; then moved a little.
+    """Return the order of samples: shards shuffled by the seed, divided among the workers.
 
-    Each worker's part is read from beginning to end, but for the first and last of its shards, in
-    which a neighbour's part may end or begin. In it a sample is moved by less than ``window``
-    places, as a shuffle buffer of that size does.
+    Each worker reads its part sequentially; its first and last shard may be shared with a
+    neighbour. Within the part, a sample is moved by less than ``window`` places, as by a shuffle
+    buffer of that size.
     """
     starts = np.cumsum([0, *sizes])
     shards = np.argsort(sample_keys(seed, SHUFFLING, epoch, np.arange(len(sizes)) - len(sizes)))
@@ -267,7 +267,7 @@ def _order(sizes: tuple[int, ...], epoch: int, workers: int, seed: int, window: 
 
 
 def _moved(part: Int64Array, epoch: int, seed: int, window: int) -> Int64Array:
-    """The same samples, each later by a number below ``window`` that is drawn for it."""
+    """Return the samples, each delayed by a random number of places below ``window``."""
     draws = sample_keys(seed, SHUFFLING, epoch, part) >> np.uint64(11)
     places = np.arange(len(part)) + draws.astype(np.float64) * (window / 2.0**53)
     moved: Int64Array = part[np.argsort(places, kind="stable")]

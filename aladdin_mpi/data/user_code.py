@@ -1,4 +1,4 @@
-"""Models and data sets that the user names as ``package.module:function``."""
+"""Models and datasets that the user specifies as ``package.module:function``."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a hint, with a space after it, if something similar to ``name`` is known."""
+    """Return a hint, followed by a space, if a name similar to ``name`` is known."""
     close = get_close_matches(name, list(known))
     return f"did you mean {' or '.join(close)}? " if close else ""
 
 
 def import_function(option: str, spec: str) -> Callable[..., Any]:
-    """Import ``spec``, written ``package.module:function``, which ``option`` has named.
+    """Import the function ``package.module:function`` in ``spec``, the value of ``option``.
 
     Raises:
-        UserError: if there is no such module or function.
+        UserError: the module or function does not exist.
     """
     module_name, _, function_name = spec.partition(":")
     try:
@@ -50,17 +50,12 @@ def call_with_accepted(
     arguments: dict[str, Any],
     always: frozenset[str] = frozenset(),
 ) -> Any:
-    """Call ``function`` with those of ``arguments`` that it has a parameter for.
+    """Call ``function`` with those of ``arguments`` for which it has parameters.
 
-    Args:
-        option: the option that named it, for messages.
-        spec: its name there.
-        function: the function.
-        arguments: by name.
-        always: names that are passed to a ``**`` parameter too.
+    ``option`` and ``spec`` are for messages; ``always`` are also passed to a ``**`` parameter.
 
     Raises:
-        UserError: it requires an argument that is not among them.
+        UserError: it requires other arguments.
     """
     parameters = inspect.signature(function).parameters.values()
     accepted = {each.name for each in parameters if each.kind in BY_NAME}

@@ -1,1 +1,1 @@
-"""What accompanies training: checkpoints, evaluation, metrics, suspension."""
+"""Hooks that accompany training: checkpoints, evaluation, metrics, suspension."""

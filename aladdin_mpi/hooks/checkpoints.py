@@ -1,8 +1,8 @@
 """Checkpoints: written between a run's segments, read when it is resumed; complete or absent.
 
-Every rank writes its own part into a folder with a temporary name; rank 0 then adds
-a manifest with all sizes and digests and gives the folder its name. A folder that
-bears the name is therefore complete, whenever the job was killed.
+Every rank writes its part into a folder with a temporary name. Rank 0 then adds a manifest with all
+sizes and digests, and gives the folder its final name. A folder with that name is therefore
+complete, even if the job is killed at any time.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ MANIFEST = "manifest.json"
 FOLDER = "checkpoint"
 NUMBER = r"(\d{12}|[1-9]\d{12,})"
 NAMES = re.compile(f"samples-{NUMBER}")
-"""The names of checkpoints. What has another name is somebody else's, and stays as it is."""
+"""Names of checkpoints; other files and folders are never touched."""
 UNFINISHED = re.compile(f"writing-(over-samples-)?{NUMBER}")
-"""The names of those that are being written, or removed."""
+"""Names of checkpoints that are being written or removed."""
 RESIZED = ("ranks: ", "option.servers: ", "option.workers: ")
-"""How differences begin that come from other numbers of ranks."""
+"""Prefixes of differences that result from another number of ranks."""
 KINDS: dict[str, type | tuple[type, ...]] = {
     "samples": int,
     "parts": list,
@@ -58,11 +58,11 @@ KINDS: dict[str, type | tuple[type, ...]] = {
     "option": dict,
     "moment": (int, float),
 }
-"""What every manifest holds."""
+"""Keys of every manifest, and their types."""
 
 
 class CheckpointStore:
-    """The checkpoints in a run's folder, of which the last is kept."""
+    """The checkpoints in a run's folder; only the last one is kept."""
 
     def __init__(self, run_dir: Path) -> None:
         self.folder = run_dir / FOLDER
@@ -72,10 +72,10 @@ class CheckpointStore:
 
     # -- writing ------------------------------------------------------------------------------
     def begin(self, samples: int) -> None:
-        """At rank 0, before any rank writes: make room, remove what an earlier failure left.
+        """Create the temporary folder at rank 0, before any rank writes, and remove leftovers.
 
         Raises:
-            UserError: it cannot be written, as in :meth:`write` and :meth:`commit`.
+            UserError: it cannot be written; :meth:`write` and :meth:`commit` raise this too.
         """
         with self._writing():
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ class CheckpointStore:
             self._temporary(samples).mkdir()
 
     def write(self, samples: int, rank: int, state: dict[str, Any]) -> dict[str, Any]:
-        """Write one rank's part; returns its entry for the manifest."""
+        """Write a rank's part and return its entry for the manifest."""
         path = self._temporary(samples) / f"rank-{rank}.pt"
         with self._writing():
             with path.open("xb") as file:  # never through a link
@@ -97,9 +97,9 @@ class CheckpointStore:
     def commit(
         self, samples: int, entries: list[dict[str, Any] | None], about: dict[str, Any]
     ) -> None:
-        """At rank 0, after all have written: make the checkpoint valid, drop older ones.
+        """Make the checkpoint valid at rank 0, after all ranks have written, and drop older ones.
 
-        ``entries`` are by rank, None of a rank that has failed.
+        ``entries`` are by rank, None for a failed rank.
         """
         temporary, final = self._temporary(samples), self.folder / f"samples-{samples:012d}"
         manifest = {"format": FORMAT, "samples": samples, "parts": entries, **about}
@@ -114,11 +114,11 @@ class CheckpointStore:
                     self._remove(older)
 
     def discard(self, samples: int) -> None:
-        """At rank 0, when no rank writes any more: remove one that could not be completed."""
+        """Remove an incomplete checkpoint at rank 0, when no rank writes any more."""
         shutil.rmtree(self._temporary(samples), ignore_errors=True)
 
     def _remove(self, checkpoint: Path) -> None:
-        """Remove a checkpoint, which loses its name first: a failure leaves no half of one."""
+        """Rename and then remove a checkpoint, so that a failure leaves no incomplete one."""
         doomed = self.folder / f"writing-over-{checkpoint.name}"
         checkpoint.rename(doomed)
         remove_tree(doomed)
@@ -140,42 +140,42 @@ class CheckpointStore:
 
     # -- reading ------------------------------------------------------------------------------
     def manifest(self) -> dict[str, Any]:
-        """Return the last checkpoint's manifest. Raises UserError as :meth:`load`."""
+        """Return the last checkpoint's manifest. Raises UserError like :meth:`load`."""
         return _read_manifest(self._last())
 
     def load(
         self, rank: int, about: dict[str, Any], resizes: bool = False
     ) -> dict[str, Any] | None:
-        """A rank's part of the last checkpoint of this run; None if the rank had failed by then.
+        """Return a rank's part of this run's last checkpoint; None if the rank had failed before.
 
-        ``about`` has to be as in the manifest; with ``resizes``, except for the number of ranks
-        and what goes with it.
+        ``about`` must agree with the manifest; with ``resizes``, except for the number of ranks
+        and the options that depend on it.
 
         Raises:
-            UserError: there is none, it is damaged, or it belongs to another run.
+            UserError: no checkpoint, a damaged one, or one of another run.
         """
         folder = self._last()
         manifest, here = _read_manifest(folder), files.read(files.written(about))
         if resizes:
             manifest, here = _without_ranks(manifest), _without_ranks(here)
-        # What a later version has added was at its default then.
-        found = differences({name: manifest.get(name) for name in here}, _as_in(manifest, here))
-        if found:
+        # Options of later versions had their defaults.
+        changes = differences({name: manifest.get(name) for name in here}, _as_in(manifest, here))
+        if changes:
             resize = ""
-            if all(line.startswith(RESIZED) for line in found):
+            if all(line.startswith(RESIZED) for line in changes):
                 resize = ", or add --allow-resize to continue with another number of workers"
             raise UserError(
                 f"--resume: the checkpoint {folder} belongs to a different run (the checkpoint's "
-                f"value first): {'; '.join(found[:5])}. Resume it with the options that it was "
+                f"value first): {'; '.join(changes[:5])}. Resume it with the options that it was "
                 f"started with{resize}."
             )
         return self.part(rank)
 
     def part(self, rank: int) -> dict[str, Any] | None:
-        """A rank's part of the last checkpoint; None if the rank had failed by then.
+        """Return a rank's part of the last checkpoint; None if the rank had failed before.
 
         Raises:
-            UserError: there is none, or it is damaged.
+            UserError: no checkpoint, or a damaged one.
         """
         folder = self._last()
         entry = _read_manifest(folder)["parts"][rank]
@@ -194,9 +194,9 @@ class CheckpointStore:
         raise UserError(f"--resume: {path} {fault}. Use another copy of the run folder.")
 
     def all(self) -> list[Path]:
-        """The complete checkpoints, the oldest first: folders of that name with a manifest."""
-        found = [folder for folder in self._named(NAMES) if (folder / MANIFEST).is_file()]
-        return sorted(found, key=lambda folder: int(folder.name.rpartition("-")[2]))
+        """Return the complete checkpoints, the oldest first: named folders with a manifest."""
+        complete = [folder for folder in self._named(NAMES) if (folder / MANIFEST).is_file()]
+        return sorted(complete, key=lambda folder: int(folder.name.rpartition("-")[2]))
 
     def _named(self, names: re.Pattern[str]) -> list[Path]:
         if not self.folder.is_dir():
@@ -205,17 +205,17 @@ class CheckpointStore:
 
     @property
     def exists(self) -> bool:
-        """Whether there is a complete checkpoint."""
+        """Whether a complete checkpoint exists."""
         return bool(self.all())
 
     def _last(self) -> Path:
-        found = self.all()
-        if not found:
+        checkpoints = self.all()
+        if not checkpoints:
             raise UserError(
                 f"--resume: {self.folder} contains no checkpoint, because the run ended before "
                 "its first one. Start it again with --overwrite."
             )
-        return found[-1]
+        return checkpoints[-1]
 
 
 def _without_ranks(about: dict[str, Any]) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def _without_ranks(about: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_in(written: dict[str, Any], here: dict[str, Any]) -> dict[str, Any]:
-    """``here`` less the keys that were not written."""
+    """Return ``here`` without the keys that are missing in ``written``."""
     return {
         name: _as_in(written[name], value) if isinstance(value, dict) else value
         for name, value in here.items()
@@ -236,15 +236,15 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
         manifest: dict[str, Any] = files.read(path.read_text())
-        found = manifest["format"]
+        name = manifest["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"--resume: {folder} is not a checkpoint of aladdin_mpi: {path.name} cannot be read "
             f"({error!r}). Name the folder of a run."
         ) from error
-    if found != FORMAT:
+    if name != FORMAT:
         raise UserError(
-            f"--resume: {folder} has the format {found!r}, expected {FORMAT!r}; resume with the "
+            f"--resume: {folder} has the format {name!r}, expected {FORMAT!r}; resume with the "
             "version of aladdin_mpi that wrote it"
         )
     if fault := _fault(manifest):
@@ -256,7 +256,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _fault(manifest: dict[str, Any]) -> str:
-    """What is missing in a manifest; empty if nothing is."""
+    """Return a description of a manifest's fault; empty if it has none."""
     for name, kind in KINDS.items():
         if not isinstance(manifest.get(name), kind):
             return f"it has no {name}"
@@ -287,36 +287,36 @@ def _sync_folder(folder: Path) -> None:
 
 
 def find_origin(transport: Transport, options: RunOptions, algorithm: Algorithm) -> Origin:
-    """Where the run comes from; every rank calls it, and rank 0 reads the checkpoint.
+    """Return the origin of the run; every rank calls it, and rank 0 reads the checkpoint.
 
     Raises:
-        UserError, RefusedError: there is no checkpoint to resume, or it cannot be read.
+        UserError, RefusedError: no checkpoint to resume, or an unreadable one.
     """
     servers = options.servers if algorithm.has_servers else 0
     if options.resume is None:
         workers = transport.size - options.spares - servers
         return Origin(workers, servers, begun=(servers, workers))
     store = CheckpointStore(Path(options.resume))
-    found = all_or_none(transport, lambda: store.manifest() if transport.rank == 0 else {})
+    stored = all_or_none(transport, lambda: store.manifest() if transport.rank == 0 else {})
     names = ("ranks", "option", "past", "schedule_step", "begun")
-    manifest = broadcast(transport, {name: found.get(name) for name in names})
+    manifest = broadcast(transport, {name: stored.get(name) for name in names})
     if algorithm.has_servers:
         servers = int(manifest["option"]["servers"])
     workers = manifest["ranks"] - servers
-    past = tuple(Period(tuple(taken)) for taken in manifest["past"] or ())  # earlier: not written
+    past = tuple(Period(tuple(taken)) for taken in manifest["past"] or ())  # older: no past
     begun: Sequence[int] = manifest["begun"] or (servers, workers)
     return Origin(workers, servers, past, manifest["schedule_step"], (begun[0], begun[1]))
 
 
 def identity(options: RunOptions) -> dict[str, Any]:
-    """The options that stay as they are when a run is resumed."""
+    """Return the options that must not change when a run is resumed."""
     return {name: value for name, value in agreed(options).items() if name not in RESUME_FIELDS}
 
 
 class Checkpoints(RunHook):
-    """Saves the run after each segment. Every rank writes its part.
+    """A hook that saves the run after each segment; every rank writes its part.
 
-    ``optimizer`` describes the optimizer; a run that resumes the checkpoint must share it.
+    ``optimizer`` describes the optimizer, which must be the same when the run is resumed.
     """
 
     def __init__(self, context: Context, plan: Plan, optimizer: str, folder: Path) -> None:
@@ -332,7 +332,7 @@ class Checkpoints(RunHook):
         self._saved: int | None = None
 
     def on_settled(self, end: SegmentEnd, run: Coordinator | None) -> None:
-        """Save the run, unless it has not moved since. Closed, it may hold a part of a step.
+        """Save the run unless it has not advanced, or is closed, possibly in the middle of a step.
 
         Raises:
             UserError: a rank cannot write its part; raised at rank 0.
@@ -343,7 +343,7 @@ class Checkpoints(RunHook):
             self._saved = end.drawn
 
     def _save(self, end: SegmentEnd, run: Coordinator | None) -> None:
-        """Write a checkpoint, unless this state should not be saved: then the last one stays."""
+        """Write a checkpoint; keep the last one instead if this state should not be saved."""
         transport, store, drawn, state = self._transport, self._store, end.drawn, end.state()
         doubts = gather(transport, end.doubt(state))
         doubt = broadcast(transport, next(filter(None, doubts), ""))
@@ -368,7 +368,7 @@ class Checkpoints(RunHook):
 
     # -- resuming ---------------------------------------------------------------------------
     def resume(self, session: Session, lr: LearningRate) -> None:
-        """Restore the last checkpoint, which the session's origin has written. On every rank.
+        """Restore the last checkpoint, on every rank.
 
         Raises:
             UserError: the checkpoint does not fit this run, or is damaged; raised at rank 0.
@@ -384,7 +384,7 @@ class Checkpoints(RunHook):
             state = all_or_none(self._transport, lambda: self._load(may_differ))
             session.restore(state)
             with session.uncounted():
-                _revive(session, state is None)
+                _restore_failed(session, state is None)
         self._saved = session.began_at
 
     def _load(self, resizes: bool) -> dict[str, Any] | None:
@@ -398,7 +398,7 @@ class Checkpoints(RunHook):
         return state
 
     def _resize(self, session: Session, lr: LearningRate) -> None:
-        """Restore a checkpoint of other numbers of workers and servers."""
+        """Restore a checkpoint with other numbers of workers and servers."""
         context, origin, transport = session.context, session.origin, self._transport
         first = transport.rank == 0
         state = all_or_none(transport, lambda: self._load(resizes=True) if first else None)
@@ -416,7 +416,7 @@ class Checkpoints(RunHook):
             report_resize(context.algorithm, origin, now, lr)
 
     def _restore_local(self, session: Session, origin: Origin) -> None:
-        """Restore what the former worker of this number had; a new one has buffers alone."""
+        """Restore the local state of the worker of this number; a new one only gets buffers."""
         if session.context.is_server:
             return
         worker = self._transport.rank - session.context.servers
@@ -427,7 +427,7 @@ class Checkpoints(RunHook):
             restore(part["local"])
 
 
-def _revive(session: Session, is_new: bool) -> None:
+def _restore_failed(session: Session, is_new: bool) -> None:
     """Give the global model to workers that had failed when the checkpoint was written."""
     context, role, replica = session.context, session.role, session.context.replica
     new = broadcast(context.transport, gather(context.transport, is_new))

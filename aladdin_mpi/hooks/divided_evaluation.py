@@ -1,8 +1,8 @@
-"""An evaluation that the workers make in equal parts, each on its own device.
+"""Evaluation in equal parts by the workers, each on its own device.
 
-Rank 0 sends the copy of the model to the first worker and each passes it on to the next, piece by
-piece, from the handler of the message: every link carries it once, and nobody's own work stops.
-What each part sums up goes back to rank 0.
+Rank 0 sends a copy of the model to the first worker, and each worker forwards it to the next, piece
+by piece, in the message handler. So every link carries it once, and training is not interrupted.
+The sums over each part return to rank 0.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from aladdin_mpi.session.context import Context, share_buffers
 from aladdin_mpi.transport.base import surviving_ranks
 
 HEAD_BYTES = 16
-"""Before the values of a piece: the number of the evaluation and where the piece begins."""
+"""Header of a piece: the number of the evaluation and the offset of the piece."""
 PIECE = 1 << 20
-"""Values that are sent at a time."""
+"""Values per message."""
 RANKS = -1
-"""In place of where a piece begins: these are the ranks that take part, in order."""
+"""Takes the place of the offset in the message with the participating ranks, in order."""
 SUMS_BYTES = 1 << 12
 POLL = 1e-3
-"""Seconds between two looks at whether an evaluation has ended."""
+"""Seconds between two polls for the end of an evaluation."""
 
 
 def is_divided(context: Context) -> bool:
-    """Whether the workers share the evaluations of this run. Every rank calls it.
+    """Return whether the workers share the evaluations of this run; every rank calls it.
 
-    Where they compute on CPUs it would slow training down more than at rank 0, whose cores may
-    have nothing to do.
+    With workers on CPUs, sharing would slow training down more than evaluating at rank 0, whose
+    cores may be idle.
     """
     transport, choice = context.transport, context.options.evaluate_on
     if transport.models_time or choice == "rank-0":
@@ -54,7 +54,7 @@ def is_divided(context: Context) -> bool:
 
 @dataclass
 class _Arriving:
-    """The model of an evaluation, on its way to a rank that takes part."""
+    """The model of an evaluation, while it arrives at a participating rank."""
 
     number: int
     ranks: list[int]
@@ -65,7 +65,7 @@ class _Arriving:
 class DividedEvaluation:
     """This rank's side of the evaluations of a run.
 
-    ``after`` is called when this rank has measured its part, by the thread that has.
+    ``after`` is called when this rank has measured its part, in the measuring thread.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class DividedEvaluation:
         self._after = after
         self._transport = transport = context.transport
         self._copy: tuple[nn.Module, Replica] | None = None
-        """Of a worker's module, on the same device."""
+        """Copy of a worker's module, on the same device."""
         if not context.is_server:
             module = copy.deepcopy(context.module)
             self._copy = module, Replica(module)
@@ -88,7 +88,7 @@ class DividedEvaluation:
         self._number = 0
         self._ranks: list[int] = []
         self._sums: dict[int, Sums] = {}
-        self._done: Callable[[Figures], None] = lambda figures: None
+        self._on_figures: Callable[[Figures], None] = lambda figures: None
         self._give_up: Callable[[], None] = lambda: None
         transport.exclude_from_traffic(Tag.EVALUATE, Tag.EVALUATED)
         length = max(self._dtype.itemsize * min(PIECE, context.replica.numel), 8 * transport.size)
@@ -100,29 +100,29 @@ class DividedEvaluation:
     # -- at rank 0 ------------------------------------------------------------------
     @property
     def busy(self) -> bool:
-        """Whether an evaluation is under way, or this rank's part of one."""
+        """Whether an evaluation, or this rank's part of one, is in progress."""
         return bool(self._ranks) or (self._thread is not None and self._thread.is_alive())
 
     def begin(
-        self, vector: Tensor, done: Callable[[Figures], None], give_up: Callable[[], None]
+        self, vector: Tensor, on_figures: Callable[[Figures], None], give_up: Callable[[], None]
     ) -> None:
-        """Have the model ``vector`` measured: flat, on the CPU, and not changed until the end.
+        """Start measuring the flat model ``vector``, which is on the CPU and must not change.
 
-        ``done`` is called with the figures, as a handler, or ``give_up`` if a worker has failed.
+        ``on_figures`` is called with the figures, in a handler, or ``give_up`` if a worker fails.
         """
         with self._transport.atomic():
             self._number += 1
-            self._done, self._give_up, self._sums = done, give_up, {}
+            self._on_figures, self._give_up, self._sums = on_figures, give_up, {}
             self._ranks = self._surviving()
             if not self._ranks:
                 give_up()
                 return
-            self._pass_on(_frame(self._number, RANKS, torch.tensor(self._ranks)), self._ranks[0])
+            self._forward(_frame(self._number, RANKS, torch.tensor(self._ranks)), self._ranks[0])
             for start in range(0, vector.numel(), PIECE):
                 piece = _frame(self._number, start, vector[start : start + PIECE])
-                self._pass_on(piece, self._ranks[0])
+                self._forward(piece, self._ranks[0])
 
-    def _pass_on(self, frame: Tensor, rank: int) -> None:
+    def _forward(self, frame: Tensor, rank: int) -> None:
         if rank == self._transport.rank:
             self._collect(rank, frame)
         elif rank not in self._transport.failed:
@@ -139,16 +139,16 @@ class DividedEvaluation:
         self._sums[source] = sums
         if len(self._sums) == len(self._ranks):
             ranks, self._ranks = self._ranks, []
-            self._done(self._measurement.figures(added(self._sums[rank] for rank in ranks)))
+            self._on_figures(self._measurement.figures(added(self._sums[rank] for rank in ranks)))
 
     def _lose(self, rank: int) -> None:
-        """Give up: those after it may never get the model, even if it has measured its part."""
+        """Give up if a participant fails: ranks after it may never receive the model."""
         if rank in self._ranks:
             self._ranks = []
             self._give_up()
 
     def _wait(self, seconds: float) -> None:
-        """Wait for the end of the evaluation under way; give it up after so many seconds."""
+        """Wait for the evaluation in progress, and give it up after ``seconds``."""
         until = self._transport.now() + seconds
         while self._ranks and self._transport.now() < until:
             self._transport.sleep(POLL)
@@ -156,7 +156,7 @@ class DividedEvaluation:
             if self._ranks:
                 self._lose(self._ranks[0])
 
-    # -- at every rank that takes part ------------------------------------------------
+    # -- at every participating rank --------------------------------------------------
     def _collect(self, source: int, message: Tensor) -> None:
         number, start = message[:HEAD_BYTES].clone().view(torch.int64).tolist()
         values = message[HEAD_BYTES:].clone()
@@ -166,10 +166,10 @@ class DividedEvaluation:
             self._arriving = _Arriving(number, ranks, torch.empty(numel, dtype=dtype), numel)
         arriving = self._arriving
         if arriving is None or arriving.number != number:
-            return  # a rank on its way has died
-        behind = arriving.ranks[arriving.ranks.index(self._transport.rank) + 1 :]
-        if behind:
-            self._pass_on(message.clone(), behind[0])
+            return  # a rank on the path has failed
+        following = arriving.ranks[arriving.ranks.index(self._transport.rank) + 1 :]
+        if following:
+            self._forward(message.clone(), following[0])
         if start == RANKS:
             return
         piece = values.view(self._dtype)
@@ -182,9 +182,9 @@ class DividedEvaluation:
             )
             self._thread.start()
 
-    def _run(self, arrived: _Arriving, merged: threading.Thread | None) -> None:
-        if merged is not None:
-            merged.join()  # of an evaluation that was given up
+    def _run(self, arrived: _Arriving, previous: threading.Thread | None) -> None:
+        if previous is not None:
+            previous.join()  # of an evaluation that was given up
         sums = self._measured(arrived.vector, arrived.ranks)
         packed = json.dumps([arrived.number, sums]).encode()
         message = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
@@ -197,7 +197,7 @@ class DividedEvaluation:
                 self._transport.isend(message, 0, Tag.EVALUATED)
 
     def _measured(self, vector: Tensor, ranks: Sequence[int]) -> Sums:
-        """Sums over this rank's part of as many equal parts as there are ranks."""
+        """Return the sums over this rank's part of the data, divided equally among ``ranks``."""
         assert self._copy is not None
         module, replica = self._copy
         enter(replica.parameters.device)
@@ -209,10 +209,10 @@ class DividedEvaluation:
         return sums
 
     def at_end(self, vector: Tensor, seconds: float) -> Figures | None:
-        """The trained model's figures, at rank 0; None elsewhere, and where a worker has failed.
+        """Return the trained model's figures at rank 0; None elsewhere, or if a worker fails.
 
-        Every rank calls it with the model. Each one's module gets the statistics of batch norm
-        that belong to it. An evaluation under way is waited for, ``seconds`` at most.
+        Every rank calls it with the model, and its module receives the model's batch-norm
+        statistics. An evaluation in progress is awaited for at most ``seconds``.
         """
         transport = self._transport
         if transport.rank == 0:
@@ -223,15 +223,15 @@ class DividedEvaluation:
         mine = self._measured(vector, ranks) if transport.rank in ranks else None
         if self._copy is not None:
             copy_buffers(self._copy[0], self._context.module)
-        told = gather(transport, mine)
-        parts = [told[rank] for rank in ranks] if told else []
+        gathered = gather(transport, mine)
+        parts = [gathered[rank] for rank in ranks] if gathered else []
         is_whole = bool(broadcast(transport, bool(parts) and None not in parts))
         if is_whole:
             share_buffers(self._context, ranks[0])
         return self._measurement.figures(added(parts)) if is_whole and parts else None
 
     def close(self) -> None:
-        """Send no more of what is still measured."""
+        """Stop sending results of measurements in progress."""
         with self._transport.atomic():
             self._is_closed = True
 

@@ -1,4 +1,4 @@
-"""The evaluations of a run: when they are due, and their lines of metrics."""
+"""The evaluations of a run: their schedule, measurement and lines of metrics."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from aladdin_mpi.session.plan import Plan
 from aladdin_mpi.worker.role import Role
 
 FRAME_BYTES = 16
-"""Before the values of a bucket: its number and their weight."""
+"""Header of a bucket's values: its index and their weight."""
 
 
 class Snapshots:
     """Copies of the global model, collected at rank 0 while training continues.
 
-    A rank that holds a part of it answers a request as soon as it arrives, from the handler
-    of its message: its own work is not interrupted. In virtual time that takes no bandwidth.
+    A rank that holds a part of the model answers a request in the message handler, so that its
+    training is not interrupted. In a simulation this takes no bandwidth.
     """
 
     def __init__(self, context: Context, role: Role) -> None:
@@ -53,7 +53,7 @@ class Snapshots:
         self._projections = context.projections  # a copy may be a mean of several models
         self._holders = {bucket: context.holders(bucket) for bucket in layout.buckets}
         self._mine = [b for b, ranks in self._holders.items() if transport.rank in ranks]
-        self._done: Callable[[Tensor], None] = lambda vector: None
+        self._on_copy: Callable[[Tensor], None] = lambda vector: None
         self._vector = torch.empty(0)
         self._weights: list[float] = []
         self._missing: set[tuple[int, int]] = set()
@@ -71,9 +71,9 @@ class Snapshots:
         """Whether a copy is being collected."""
         return bool(self._missing)
 
-    def take(self, done: Callable[[Tensor], None]) -> None:
-        """At rank 0: start to collect a copy; ``done`` is called with it (flat, on the CPU)."""
-        self._done = done
+    def take(self, on_copy: Callable[[Tensor], None]) -> None:
+        """Start to collect a copy at rank 0; ``on_copy`` is called with it (flat, on the CPU)."""
+        self._on_copy = on_copy
         self._vector = torch.zeros(self._layout.numel, dtype=self._dtype)
         self._weights = [0.0] * len(self._layout.buckets)
         failed = self._transport.failed
@@ -92,7 +92,7 @@ class Snapshots:
             self._add(0, bucket, self._role.weight(bucket), self._role.part(bucket))
 
     def _lose(self, rank: int) -> None:
-        """Without the part of a rank that has failed the copy may be complete."""
+        """Drop the part of a failed rank, which may complete the copy."""
         lost = {key for key in self._missing if key[0] == rank}
         if lost:
             self._missing -= lost
@@ -115,7 +115,7 @@ class Snapshots:
         if len(self._holders[bucket]) == 1:
             mine.copy_(values)
         elif weight:
-            # The running mean: exact when all are the same.
+            # A running mean is exact if all values are equal.
             self._weights[bucket.index] += weight
             mine.lerp_(values.to(mine.device, mine.dtype), weight / self._weights[bucket.index])
         self._missing.discard((source, bucket.index))
@@ -124,21 +124,21 @@ class Snapshots:
     def _finish(self) -> None:
         if not self._missing:
             self._projections.apply(self._vector)
-            self._done(self._vector)
+            self._on_copy(self._vector)
 
 
 class Evaluations(RunHook):
-    """Measures copies of the model when an evaluation is due, and the trained model. On every rank.
+    """A hook that measures copies of the model during training, and the trained model.
 
-    Over MPI rank 0 measures in a thread of its own, and an evaluation that is due while another
-    one runs is skipped. In virtual time an evaluation takes no time and is made at once.
+    Over MPI, rank 0 measures in a separate thread, and an evaluation that is due while another one
+    runs is skipped. In a simulation, evaluations take no time.
 
     Args:
         role: this rank's.
-        metrics: at rank 0, where another hook opens them before.
-        evaluate: measures a module; None: nothing is measured. Unless it is a
-            :class:`.Measurement`, the module has batch norm's statistics estimated before.
-        after: called when this rank has measured something.
+        metrics: at rank 0, opened before by another hook.
+        evaluate: measures a module; None disables evaluations. Unless it is a
+            :class:`.Measurement`, batch-norm statistics are estimated before it is called.
+        after: called when this rank has measured a model.
     """
 
     def __init__(
@@ -164,18 +164,18 @@ class Evaluations(RunHook):
         self._snapshots = Snapshots(context, role)
         self._metrics = metrics
         self._copy: tuple[nn.Module, Replica] | None = None
-        """Of the module, on the CPU of rank 0: what is measured there."""
+        """Copy of the module on the CPU of rank 0, for evaluations there."""
         self._thread: threading.Thread | None = None
         self._lines: dict[int, dict[str, Any]] = {}
         self._lines_lock = threading.Lock()
         self._every = self._next = plan.eval_every
         self._measuring: int | None = None
-        """Samples of the evaluation under way."""
+        """Samples drawn at the start of the evaluation in progress."""
         self._measured: Figures = {}
-        """Of the last evaluation; not in checkpoints."""
+        """Figures of the last evaluation; not in checkpoints."""
         self._final_variance: float | None = None
         self._final_figures: Figures | None = None
-        """What the workers have measured of the trained model; None: they have not."""
+        """Figures of the trained model measured by the workers, if they share evaluations."""
 
     @property
     def are_divided(self) -> bool:
@@ -184,19 +184,20 @@ class Evaluations(RunHook):
 
     @property
     def busy(self) -> bool:
-        """Whether an evaluation is under way."""
+        """Whether an evaluation is in progress."""
         divided = self._divided is not None and self._divided.busy
         return divided or (self._thread is not None and self._thread.is_alive())
 
     def on_start(self) -> None:
-        """Begin to keep inputs for batch norm's statistics."""
+        """Start recording inputs for batch-norm statistics."""
         if self._recalibrator is not None:
             self._recalibrator.open()
 
     def on_begin(self, run: Coordinator) -> None:
-        """Evaluate soon, if the resumed run ended before its last evaluation did.
+        """Schedule the next evaluation of a resumed run.
 
-        But not if it was evaluated at its end already, and is longer now.
+        It is due at once if an evaluation was interrupted. A run that was evaluated at its end, and
+        is now longer, continues with the next interval.
         """
         assert self._metrics is not None
         due, drawn = self._measuring, run.budget.drawn
@@ -205,7 +206,7 @@ class Evaluations(RunHook):
         elif self._every and self._metrics.has("eval", drawn):
             self._next = max(self._next, self._due_after(drawn))
         self._measuring = None
-        if self._evaluate is not None:  # only now: it copies the model
+        if self._evaluate is not None:  # not earlier, as this copies the model
             module = copy.deepcopy(self._context.module).cpu()
             self._copy = module, Replica(module)
 
@@ -214,7 +215,7 @@ class Evaluations(RunHook):
 
     # -- during training ----------------------------------------------------------
     def on_report(self, run: Coordinator, report: WorkerReport) -> None:
-        """Begin an evaluation if one is due."""
+        """Start an evaluation if one is due."""
         drawn = run.budget.drawn
         if self._every and self._next <= drawn < run.plan.total:
             self._next = self._due_after(drawn)
@@ -249,11 +250,11 @@ class Evaluations(RunHook):
             self._thread.start()
 
     def _measure(self, vector: Tensor) -> Figures:
-        """Measure the model with the parameters ``vector`` here and now."""
+        """Measure the model with the parameters ``vector`` on this rank."""
         assert self._copy is not None and self._evaluate is not None
         module, replica = self._copy
         replica.set(vector)
-        # Next to a thread that trains, restoring them would repeat what that has drawn.
+        # Restoring generators next to a training thread would repeat that thread's numbers.
         kept = global_generators_kept() if self._transport.models_time else nullcontext()
         with no_exit(), kept:
             if self._recalibrator is not None:
@@ -265,7 +266,7 @@ class Evaluations(RunHook):
         return figures
 
     def _take_figures(self, moment: dict[str, Any], measured: Figures, gradients: int) -> None:
-        """An evaluation of the model at ``moment`` has ended, so many gradients later."""
+        """Record an evaluation of the model at ``moment``, which ended ``gradients`` later."""
         self._measured = measured
         figures = {**moment, **measured, "gradients_meanwhile": gradients}
         self._complete(moment["samples"], figures)
@@ -274,7 +275,7 @@ class Evaluations(RunHook):
         self._complete(samples, {"model_variance": value})
 
     def _complete(self, samples: int, figures: dict[str, Any]) -> None:
-        """Write a line when both its parts are there, which come from two threads over MPI."""
+        """Write a line when both its parts are available; over MPI two threads supply them."""
         with self._lines_lock:
             line = self._lines.setdefault(samples, {})
             line |= figures
@@ -288,7 +289,7 @@ class Evaluations(RunHook):
                 self._measuring = None
 
     def on_end(self, ending: RunEnd) -> None:
-        """Stop what would outlive the run; one that is completed has yet to be measured."""
+        """Stop evaluations, unless the run is completed and its model is yet to be measured."""
         if ending is RunEnd.COMPLETED:
             return
         self.close()
@@ -302,20 +303,20 @@ class Evaluations(RunHook):
             self._thread.join()
 
     def close(self) -> None:
-        """Send no more of what is still measured."""
+        """Stop sending results of measurements in progress."""
         if self._divided is not None:
             self._divided.close()
 
     def figures(self) -> Mapping[str, float]:
-        """Return what was measured last."""
+        """Return the figures of the last evaluation."""
         return self._measured
 
     def state_dict(self) -> dict[str, Any]:
-        """Return when the next evaluation is due, and which is under way."""
+        """Return the samples of the next evaluation, and of the one in progress."""
         return {"next_eval": self._next, "measuring": self._measuring}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state; earlier versions kept ``next`` for it and the training log."""
+        """Restore the state; earlier versions shared ``next`` with the training log."""
         self._next = state["next_eval"] if "next_eval" in state else state["next"][1]
         self._measuring = state["measuring"]
 
@@ -326,18 +327,18 @@ class Evaluations(RunHook):
             self._final_variance = self._variance.at_end()
 
     def complete_statistics(self) -> None:
-        """Complete what batch norm's statistics are estimated from."""
+        """Complete the inputs for batch-norm statistics."""
         if self._recalibrator is not None:
             self._recalibrator.complete()
             share_buffers(self._context, self._context.servers)
 
     def measure_divided(self, model: Tensor | None) -> None:
-        """Have the workers measure the trained model, if they share evaluations."""
+        """Let the workers measure the trained model, if they share evaluations."""
         if self._divided is not None and model is not None:
             self._final_figures = self._divided.at_end(model, self._context.options.timeout)
 
     def measure(self, run: Coordinator, model: Tensor | None) -> Figures:
-        """Return the trained model's figures, at rank 0; its module gets the right buffers."""
+        """Return the trained model's figures at rank 0, and update the module's buffers."""
         module, figures = self._context.module, self._final_figures
         if self._copy is None or model is None:
             if self._recalibrator is not None:
@@ -345,7 +346,7 @@ class Evaluations(RunHook):
             return {}
         self._wait()
         with self._transport.atomic():
-            self._variance.give_up()  # no longer wait for any worker's answer
+            self._variance.give_up()  # do not wait for workers' answers any more
         if figures is None:
             figures = self._measure(model)
             copy_buffers(self._copy[0], module)
@@ -357,6 +358,6 @@ class Evaluations(RunHook):
         return figures
 
     def share_statistics(self) -> None:
-        """Give every rank the buffers of rank 0's module."""
+        """Send the buffers of rank 0's module to every rank."""
         if self._recalibrator is not None:
             share_buffers(self._context, 0)

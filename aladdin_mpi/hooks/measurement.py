@@ -21,21 +21,21 @@ from aladdin_mpi.process import guard
 from aladdin_mpi.session.context import Context
 
 Figures = Mapping[str, float]
-"""What goes into the metrics, such as ``test_accuracy``."""
+"""Figures for the metrics, such as ``test_accuracy``."""
 Evaluate = Callable[[nn.Module], Figures]
 """Measures a model."""
 Sums = Mapping[str, float]
-"""What is added up over parts of the test data."""
+"""Sums over a part of the test data."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """An evaluation that estimates batch norm's statistics by itself, and can be divided.
+    """An evaluation that estimates batch-norm statistics itself, and can be divided.
 
     Attributes:
-        prepare: does the former, alike at every rank.
-        sums: of a module, over the i-th of n equal parts: called with the module, i and n.
-        figures: made of the sums over all parts.
+        prepare: estimates the statistics, with the same result on every rank.
+        sums: returns sums over the i-th of n equal parts; called with the module, i and n.
+        figures: computes the figures from the sums over all parts.
     """
 
     prepare: Callable[[nn.Module], None]
@@ -49,7 +49,7 @@ class Measurement:
 
 
 def added(parts: Iterable[Sums]) -> Sums:
-    """The sums over several parts together."""
+    """Return the total of sums over several parts."""
     total: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():
@@ -62,13 +62,13 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def copy_buffers(source: nn.Module, dest: nn.Module) -> None:
-    """Copy the buffers of a module into those of another one of the same kind."""
+    """Copy the buffers of a module into those of another one with the same structure."""
     for mine, theirs in zip(dest.buffers(), source.buffers(), strict=True):
         mine.copy_(theirs)
 
 
 def batch_norms(module: nn.Module) -> list[_BatchNorm]:
-    """The parts of ``module`` that have running statistics."""
+    """Return the batch norms of ``module`` that have running statistics."""
     return [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
 
 
@@ -77,15 +77,14 @@ def reestimate_batch_norm(
 ) -> None:
     """Estimate the running statistics of batch norms again, from their inputs in ``calls``.
 
-    No gradient method transmits these statistics, and an average of models has none
-    that would fit it. All other parts are as in evaluation. A model without batch norm costs
-    nothing.
+    Algorithms do not transmit these statistics, and an average of models has none that fit it. All
+    other modules are in eval mode. A model without batch norm costs nothing.
 
     Args:
-        module: whose statistics change.
-        calls: the arguments of its calls.
+        module: the model, whose statistics change.
+        calls: arguments of its calls.
         trained: for each of :func:`batch_norms`, whether training changes its statistics; one in
-            eval mode keeps those that it has. None: all do.
+            eval mode keeps its own. None stands for all.
     """
     norms = batch_norms(module)
     if trained is not None:
@@ -94,7 +93,7 @@ def reestimate_batch_norm(
         return
     momenta = [norm.momentum for norm in norms]
     modes = {each: each.training for each in module.modules()}
-    module.eval()  # dropout would change what they see, and draw from the training's generator
+    module.eval()  # dropout would change the inputs, and use the training's generator
     for norm in norms:
         norm.train()
         norm.reset_running_stats()
@@ -109,53 +108,53 @@ def reestimate_batch_norm(
 
 
 MOST_BYTES = 128 * 2**20
-"""Of inputs that are kept; a first call is kept whatever its size."""
+"""Most bytes of recorded inputs; the first call is recorded whatever its size."""
 CHUNK = 2**20
 HEAD = 8
-"""Before a chunk: how many bytes all of this call has."""
+"""Header of a chunk: the total number of bytes of its call."""
 ARRIVAL = 60.0
-"""Seconds that rank 0 waits at the end for calls that are on their way."""
+"""Seconds that rank 0 waits at the end for calls in flight."""
 FIRST_ARRIVAL = 5.0
 """Seconds that the first evaluation waits for the first call."""
 
 
 class BatchNormRecalibrator:
-    """The first worker's first training calls of a module, at rank 0.
+    """Recalibration of batch norms at rank 0, from the first worker's first training calls.
 
-    Nothing is kept or sent for a module without batch norm. Batch norms in eval mode, as when
-    pretrained statistics are kept, are left alone: if all of them are, that is sent to rank 0
-    instead of a call.
+    For a module without batch norm, nothing is recorded or sent. Batch norms in eval mode, as with
+    frozen pretrained statistics, are not changed; if all are, rank 0 receives this fact instead of
+    calls.
     """
 
     def __init__(self, context: Context) -> None:
         self._transport = transport = context.transport
         self._module = context.module
         self._source = context.servers
-        self._left = context.options.bn_batches if batch_norms(context.module) else 0
+        self._missing = context.options.bn_batches if batch_norms(context.module) else 0
         self._bytes = self._kept = 0
         self._calls: list[Call] = []
         self._trained: tuple[bool, ...] = ()
-        """For each batch norm, whether it was in training mode in the first call that is kept."""
+        """For each batch norm, whether it was in training mode in the first recorded call."""
         self._are_frozen = False
         """Whether the module was called with all batch norms in eval mode."""
         self._first = Event()
-        self._coming = bytearray()
+        self._arriving = bytearray()
         self._hooks = Hooks()
         self._is_open = False
-        if self._left:
+        if self._missing:
             transport.exclude_from_traffic(Tag.INPUTS)
             if transport.rank == 0 != self._source:
                 transport.on_message(Tag.INPUTS, HEAD + CHUNK, self._collect)
 
     # -- at the first worker ---------------------------------------------------------------
     def open(self) -> None:
-        """Begin to watch the module, unless that has begun."""
-        if self._left and self._transport.rank == self._source and not self._is_open:
+        """Start recording calls of the module, unless that has begun."""
+        if self._missing and self._transport.rank == self._source and not self._is_open:
             self._is_open = True
             register = self._module.register_forward_pre_hook
-            self._hooks.add(self._module, register, self._see, with_kwargs=True)
+            self._hooks.add(self._module, register, self._record, with_kwargs=True)
 
-    def _see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _record(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
             return
         trained = tuple(norm.training for norm in batch_norms(module))
@@ -164,7 +163,7 @@ class BatchNormRecalibrator:
                 self._are_frozen = True
                 self._hand_over(((), {}), trained)
             return
-        # A copy, as the loop may use a batch's memory again.
+        # A copy, because the loop may reuse the batch's memory.
         call = tree_map_only(Tensor, lambda x: x.detach().cpu().clone(), (args, kwargs))
         tensors = [each for each in tree_flatten(call)[0] if isinstance(each, Tensor)]
         size = sum(tensor.nbytes for tensor in tensors)
@@ -172,12 +171,12 @@ class BatchNormRecalibrator:
             self.close()
             return
         if not all(tensor.isfinite().all() for tensor in tensors):
-            return  # its gradient is refused, and statistics with it would be NaN
+            return  # the gradient is refused, and the statistics would be NaN
         self._kept += 1
         self._hand_over(call, trained)
         self._bytes += size
-        self._left -= 1
-        if not self._left:
+        self._missing -= 1
+        if not self._missing:
             self.close()
 
     def _hand_over(self, call: Call, trained: tuple[bool, ...]) -> None:
@@ -193,15 +192,15 @@ class BatchNormRecalibrator:
             self._transport.isend(frame, 0, Tag.INPUTS)
 
     def close(self) -> None:
-        """Watch the module no longer."""
+        """Stop recording."""
         self._hooks.remove()
 
     # -- at rank 0 ---------------------------------------------------------------------------
     def _collect(self, source: int, message: Tensor) -> None:
         whole = int(message[:HEAD].clone().view(torch.int64))
-        self._coming += message[HEAD:].numpy().tobytes()
-        if len(self._coming) == whole:
-            packed, self._coming = io.BytesIO(self._coming), bytearray()
+        self._arriving += message[HEAD:].numpy().tobytes()
+        if len(self._arriving) == whole:
+            packed, self._arriving = io.BytesIO(self._arriving), bytearray()
             self._add(*torch.load(packed, weights_only=False))
 
     def _add(self, call: Call, trained: tuple[bool, ...]) -> None:
@@ -213,19 +212,19 @@ class BatchNormRecalibrator:
         self._first.set()
 
     def reestimate(self, module: nn.Module) -> None:
-        """Estimate the statistics of ``module``, whose calls these need not have been."""
-        if self._left and not self._first.wait(FIRST_ARRIVAL):
-            self._first.set()  # once is enough
+        """Estimate the statistics of ``module``, which may be a copy of the recorded one."""
+        if self._missing and not self._first.wait(FIRST_ARRIVAL):
+            self._first.set()  # wait only once
         device = next(iter(module.parameters())).device
         calls = [tree_map_only(Tensor, lambda x: x.to(device), call) for call in self._calls.copy()]
         if calls:
             reestimate_batch_norm(module, calls, self._trained)
 
     def complete(self) -> None:
-        """At the end, on all ranks: wait until the calls that were seen have reached rank 0."""
+        """Wait, on all ranks at the end, until recorded calls have reached rank 0."""
         self.close()
         counts = broadcast(self._transport, gather(self._transport, self._kept))
-        if self._transport.rank or not self._left:
+        if self._transport.rank or not self._missing:
             return
         until = self._transport.now() + ARRIVAL
         while len(self._calls) < (counts[self._source] or 0) and self._transport.now() < until:

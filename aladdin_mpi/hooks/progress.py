@@ -1,4 +1,4 @@
-"""The progress of a run on the screen: one line that is redrawn, or lines in a file."""
+"""The progress display of a run: a line that is redrawn on a terminal, or lines in a file."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from aladdin_mpi.process.console import Terminal, find_terminal
 from aladdin_mpi.session.coordinator import State
 
 BAR = "{bar}"
-"""Stands for a bar in :func:`in_columns`; braces of others are doubled, as in format strings."""
+"""Placeholder of the bar in :func:`in_columns`; other braces are doubled, as in format strings."""
 LEAST_BAR = 12
-"""Columns of the shortest bar, with the space after it."""
+"""Width of the shortest bar in columns, with the space after it."""
 SHORT_DIGITS = 3
 NAMES = {"test_accuracy": ("accuracy", "acc"), "test_loss": ("test loss", "test loss")}
-"""Of figures, if there are better ones than their own: in full and short."""
+"""Display names of figures, in full and short, if they differ from the key."""
 UNITS = ("bits", "rounds")
-"""The last words of an algorithm's figures that are their units."""
+"""Last words of an algorithm's figures that are units."""
 Style = Literal["auto", "live", "lines"]
 
 
 # -- the line -----------------------------------------------------------------------------
 class _Part(NamedTuple):
-    """A part of the line; ``rank`` 0 stays longest if there is little room."""
+    """A part of the line; the lower its ``rank``, the later it is dropped on a narrow terminal."""
 
     rank: int
     full: str
     short: str
     name: str = ""
-    """Parts of the same name line up in a file."""
+    """Parts with the same name are aligned in a file."""
 
 
 def in_full(state: State, widths: MutableMapping[str, int] | None = None) -> str:
-    """For a file: everything.
+    """Return the full line for a file.
 
     Args:
         state: of the run.
-        widths: of each part of the lines before, which this one lines up with.
+        widths: width of each part in earlier lines, for alignment; updated here.
     """
     first, *others = _parts(state)
     total = console.number(state.total)
@@ -60,10 +60,10 @@ def in_full(state: State, widths: MutableMapping[str, int] | None = None) -> str
 
 
 def in_columns(state: State, columns: int) -> str:
-    """For a terminal: exactly ``columns`` wide, as a format string with a place for a bar.
+    """Return the line for a terminal, exactly ``columns`` wide, as a format string with a bar.
 
-    If not everything fits, words are shortened, and then the least important left out, but
-    nothing is cut. The bar takes what is left.
+    If it does not fit, words are abbreviated, and then the least important parts are dropped. The
+    bar takes the remaining columns.
     """
     parts = list(_parts(state))
     for first, *others in ([part.full for part in parts], [part.short for part in parts]):
@@ -77,7 +77,7 @@ def in_columns(state: State, columns: int) -> str:
 
 
 def _most_important(parts: list[_Part], columns: int) -> list[str]:
-    """The short forms of as many as fit, in their order."""
+    """Return the short forms of the most important parts that fit, in order."""
     kept: set[_Part] = set()
     room = columns + 1
     for part in sorted(parts, key=lambda part: part.rank):
@@ -96,7 +96,7 @@ def _escaped(text: str) -> str:
 
 
 def _parts(state: State) -> Iterator[_Part]:
-    """The parts that there are, in the order of the line."""
+    """Yield the parts of the line, in order."""
     # Rounded down: 100 % means that all samples have been drawn.
     share = f"{100 * state.samples // state.total:3d} %"
     yield _Part(0, share, share)
@@ -121,7 +121,7 @@ def _parts(state: State) -> Iterator[_Part]:
     yield _figure(11, "epoch", "epoch", state.epoch)
     full = short = f"{state.workers} worker{'s' * (state.workers != 1)}"
     if state.alive != state.workers:
-        full = f"{state.alive} of {state.workers} workers alive"
+        full = f"{state.alive} of {state.workers} workers surviving"
         short = f"{state.alive}/{state.workers} workers"
     yield _Part(5, full, short, "workers")
     if state.left is not None and state.samples < state.total:
@@ -136,81 +136,81 @@ def _figure(rank: int, full: str, short: str, value: float, unit: str = "") -> _
 
 # -- rate and loss ------------------------------------------------------------------------
 RECENT_SECONDS = 10.0
-"""Rate and loss are those of so many seconds, ..."""
+"""Rate and loss are averages over this many seconds, ..."""
 RECENT_SHARE = 0.02
-"""... or of this share of the run, if that is less."""
+"""... or over this share of the run, if that is less."""
 
 
 class _Moment(NamedTuple):
     at: float
     """On this process's clock."""
     seconds: float
-    """Of training, which in virtual time are others."""
-    done: int
-    """Samples whose step is over; workers hold others already."""
+    """Training time, which is simulated time in a simulation."""
+    completed: int
+    """Samples whose step is complete."""
     loss: float
-    """Summed over ``measured`` samples since the beginning."""
+    """Sum over ``measured`` samples since the start."""
     measured: int
 
 
 class Recent:
-    """The rate and the loss of late.
+    """The recent rate and loss.
 
     Args:
         total: samples of the run.
-        seconds: of training already.
+        seconds: training time so far.
     """
 
     def __init__(self, total: int, seconds: float) -> None:
         self._total = total
-        self._done, self._loss, self._measured = 0, 0.0, 0
+        self._completed, self._loss, self._measured = 0, 0.0, 0
         self._moments = deque([_Moment(time.monotonic(), seconds, 0, 0.0, 0)])
 
     def add(self, loss: float, samples: int) -> None:
-        """A step over so many samples is complete; its mean loss is NaN if it is unknown."""
-        self._done += samples
+        """Add a completed step with its mean loss, NaN if unknown, and its number of samples."""
+        self._completed += samples
         if isfinite(loss):
             self._loss += loss * samples
             self._measured += samples
 
     def mark(self, seconds: float) -> tuple[float | None, float | None]:
-        """The samples per second and the loss at this moment; None: nothing is known."""
-        now = _Moment(time.monotonic(), seconds, self._done, self._loss, self._measured)
+        """Return the present samples per second and loss; None if unknown."""
+        now = _Moment(time.monotonic(), seconds, self._completed, self._loss, self._measured)
         self._moments.append(now)
         while len(self._moments) > 2 and self._is_long(self._moments[1], now):
             self._moments.popleft()
         then = self._moments[0]
         elapsed, measured = now.seconds - then.seconds, now.measured - then.measured
-        done = now.done - then.done
-        rate = done / elapsed if elapsed > 0 and done else None
+        completed = now.completed - then.completed
+        rate = completed / elapsed if elapsed > 0 and completed else None
         return rate, (now.loss - then.loss) / measured if measured else None
 
     def _is_long(self, then: _Moment, now: _Moment) -> bool:
-        done, is_old = now.done - then.done, now.at - then.at >= RECENT_SECONDS
-        is_far = done >= RECENT_SHARE * self._total
-        return done > 0 and now.seconds > then.seconds and (is_old or is_far)
+        completed, is_old = now.completed - then.completed, now.at - then.at >= RECENT_SECONDS
+        is_far = completed >= RECENT_SHARE * self._total
+        return completed > 0 and now.seconds > then.seconds and (is_old or is_far)
 
 
 # -- the display --------------------------------------------------------------------------
 REDRAW_SECONDS = 0.25
 LINE_SECONDS = 10.0
-"""Without a terminal, a line of progress is printed this often at least, ..."""
+"""Without a terminal, a line is printed after at most this many seconds, ..."""
 LINE_SHARE = 0.1
-"""... and whenever this share of the run has passed."""
+"""... and after every such share of the run."""
 PATIENCE = 1.0
-"""Seconds after which the display is given up: the thread that draws it is stuck."""
+"""Seconds after which the display is given up because the thread that draws it hangs."""
 
 
 class Progress:
-    """A line that is redrawn on a terminal; elsewhere, as in a batch job's log, lines.
+    """The progress display: a line that is redrawn on a terminal, or lines in a file or log.
 
     Args:
         total: samples of the run.
-        samples: drawn already.
-        seconds: of training already.
-        look: returns the state of the run, without its rate, its loss and the time left.
-        style: which of the two; "auto": by where the output goes.
-        quiet: neither.
+        samples: number drawn so far.
+        seconds: training time so far.
+        get_state: returns the state of the run, without rate, loss and remaining time.
+        style: "live" or "lines"; "auto" selects by the output.
+        quiet: display nothing.
     """
 
     def __init__(
@@ -218,13 +218,13 @@ class Progress:
         total: int,
         samples: int,
         seconds: float,
-        look: Callable[[], State],
+        get_state: Callable[[], State],
         style: Style = "auto",
         quiet: bool = False,
         stream: TextIO | None = None,
     ) -> None:
         self._total = total
-        self._look = look
+        self._get_state = get_state
         self._recent = Recent(total, seconds)
         self._begun: tuple[float, int] | None = None
         self._output: Live | Lines | None = None
@@ -237,11 +237,11 @@ class Progress:
         if terminal is None:
             self._output = Lines(total, samples, stream)
         else:
-            self._output = Live(look(), terminal)
+            self._output = Live(get_state(), terminal)
             console.show(self._output)
 
     def report(self, drawn: int, seconds: float, loss: float, samples: int) -> None:
-        """A worker has completed a step over so many samples; its mean loss may be NaN."""
+        """Report a worker's completed step over ``samples`` samples; its mean loss may be NaN."""
         if self._output is None:
             return
         self._recent.add(loss, samples)
@@ -252,30 +252,30 @@ class Progress:
 
     def _draw(self, output: Live | Lines, drawn: int, seconds: float) -> None:
         rate, loss = self._recent.mark(seconds)
-        output.draw(replace(self._look(), rate=rate, loss=loss, left=self._left(drawn)))
+        output.draw(replace(self._get_state(), rate=rate, loss=loss, left=self._remaining(drawn)))
 
-    def _left(self, drawn: int) -> float | None:
-        """Seconds on this process's clock: in virtual time those of the run say nothing."""
+    def _remaining(self, drawn: int) -> float | None:
+        """Return the remaining seconds on this process's clock, also in a simulation."""
         at, before = self._begun or (0.0, drawn)
-        done = drawn - before
-        return (time.monotonic() - at) / done * (self._total - drawn) if done > 0 else None
+        new = drawn - before
+        return (time.monotonic() - at) / new * (self._total - drawn) if new > 0 else None
 
     def give_up(self) -> None:
-        """Another display follows, on a line of its own."""
+        """End this display, as another one follows on a separate line."""
         if isinstance(self._output, Live):
             console.close()
         self._output = None
 
     def close(self) -> None:
-        """The run is over, or suspended: leave its last state on the screen."""
+        """End the display, and leave the last state on the screen."""
         if isinstance(self._output, Live):
-            state = self._look()
+            state = self._get_state()
             self._draw(self._output, state.samples, state.seconds)
             console.close()
 
 
 class Lines:
-    """A line now and then, on ``stream``, of a run of ``total`` samples."""
+    """Progress lines, printed to ``stream`` at intervals during a run of ``total`` samples."""
 
     def __init__(self, total: int, samples: int, stream: TextIO) -> None:
         self._total = total
@@ -284,7 +284,7 @@ class Lines:
         self._printed, self._printed_at = samples, time.monotonic()
 
     def is_due(self, samples: int) -> bool:
-        """Whether to print one."""
+        """Return whether to print a line."""
         return (
             (samples - self._printed) / self._total >= LINE_SHARE
             or time.monotonic() - self._printed_at >= LINE_SECONDS
@@ -292,24 +292,24 @@ class Lines:
         )
 
     def draw(self, state: State) -> None:
-        """Print one."""
+        """Print a line."""
         self._printed, self._printed_at = state.samples, time.monotonic()
         console.say(in_full(state, self._widths), self._stream)
 
 
 class _Bar(tqdm):
-    """Of tqdm, without its thread and without its lock among processes."""
+    """A tqdm bar without its monitoring thread and its lock among processes."""
 
     monitor_interval = 0
     _lock = threading.RLock()
 
 
 class Live:
-    """One line on a terminal, redrawn.
+    """One line on a terminal, which is redrawn.
 
-    It is as wide as the terminal. So what others print next to it (another rank, a library)
-    begins on a line of its own, and the next drawing is below that. Nothing else is asked of the
-    terminal: when a process is killed it needs no repair.
+    It is as wide as the terminal, so that other output (of another rank or a library) starts on a
+    new line, and the next drawing is below it. It uses no other terminal features: the terminal
+    needs no reset when a process is killed.
     """
 
     def __init__(self, state: State, terminal: Terminal) -> None:
@@ -327,15 +327,15 @@ class Live:
         )
 
     def is_due(self, samples: int) -> bool:
-        """Whether to redraw it."""
+        """Return whether to redraw the line."""
         return time.monotonic() - self._drawn_at >= REDRAW_SECONDS
 
     def draw(self, state: State) -> None:
-        """Redraw it."""
+        """Redraw the line."""
         self._drawn_at = time.monotonic()
         columns = self._terminal.columns
         with self._bar.get_lock():
-            if columns != self._columns:  # tqdm would blank the whole length of the last line
+            if columns != self._columns:  # tqdm would blank the full length of the previous line
                 self._bar.sp = self._bar.status_printer(self._bar.fp)
             self._bar.ncols = self._columns = columns
             self._bar.bar_format = in_columns(state, columns)
@@ -344,9 +344,9 @@ class Live:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """For printing: the line is away until it is redrawn.
+        """Remove the line while other text is printed.
 
-        Not at once, since what is printed may take a longer way to the terminal than the line.
+        It is not redrawn at once, because the text may reach the terminal later than the line.
         """
         with self._locked() as is_ours:
             if is_ours:
@@ -355,14 +355,14 @@ class Live:
             self._drawn_at = time.monotonic()
 
     def close(self) -> None:
-        """Leave it on the screen, for good."""
+        """Leave the line on the screen permanently."""
         with self._locked() as is_ours:
             if is_ours:
                 self._bar.close()
 
     @contextmanager
     def _locked(self) -> Iterator[bool]:
-        """Keep other threads from drawing; False: one is stuck in that."""
+        """Prevent other threads from drawing; yield False if one hangs while drawing."""
         is_ours = self._bar.get_lock().acquire(timeout=PATIENCE)
         try:
             yield is_ours

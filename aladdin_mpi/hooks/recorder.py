@@ -1,4 +1,4 @@
-"""What rank 0 writes during training: metrics.jsonl and TensorBoard."""
+"""Output of rank 0 during training: metrics.jsonl and TensorBoard."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from aladdin_mpi.process import extras, files
 from aladdin_mpi.process.files import append, check_own_folder, write_whole
 
 DIGITS = 9
-"""Significant digits of a figure: as many as tell any two numbers of fp32 apart, ..."""
+"""Significant digits of a figure: enough to distinguish any two fp32 numbers, ..."""
 DECIMALS = 6
-"""... and at least so many decimals, so that of large ones, such as a date, nothing is lost."""
+"""... and at least this many decimals, which preserves large numbers such as timestamps."""
 SECONDS_DECIMALS = 6
 SECONDS_DIGITS = 4
-"""Of moments and durations at least, for those of modelled runs that last some microseconds."""
+"""Minimum for times and durations, as simulated runs may last only microseconds."""
 MEASURED_DIGITS = 7
 MEASURED = frozenset({"samples_per_second", "bytes_sent_per_step"})
-"""Quotients, of which digits far behind the point say nothing."""
+"""Quotients with few meaningful digits."""
 
 
 def rounded(value: Any, name: str = "") -> Any:
-    """A figure, or all of those in a tree of mappings and sequences, rounded to be written.
+    """Return a figure, or a tree of mappings and sequences of figures, rounded for output.
 
-    Integers and what is no number stay as they are; a float stays a float. To round twice
-    changes nothing. ``name`` is the figure's; in a mapping each has its key.
+    Integers and other objects are unchanged; a float remains a float. Rounding is idempotent.
+    ``name`` is that of the figure; in a mapping, the key is.
     """
     if isinstance(value, Mapping):
         return {key: rounded(each, str(key)) for key, each in value.items()}
@@ -53,9 +53,9 @@ TENSORBOARD = "tensorboard"
 
 
 class Metrics:
-    """A run's lines of metrics, in a file that several threads append to.
+    """A run's lines of metrics, in a file to which several threads append.
 
-    They go to TensorBoard's files as well, if it is installed.
+    They are also written for TensorBoard, if it is installed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -67,7 +67,7 @@ class Metrics:
         self._board: Any = None
 
     def open(self, samples: int) -> None:
-        """Continue the file, without what an interrupted run wrote after this many samples."""
+        """Continue the file, without lines of an interrupted run after this many samples."""
         self.lines = [line for line in read_metrics(self._folder) if line["samples"] <= samples]
         write_whole(self.path, "".join(files.written(line) + "\n" for line in self.lines))
         self._board = _open_board(self._folder / TENSORBOARD, samples)
@@ -87,11 +87,11 @@ class Metrics:
                     self._board.add_scalar(f"{kind}/{name}", value, values["samples"])
 
     def has(self, kind: str, samples: int) -> bool:
-        """Whether there is a line of ``kind`` at this place of the run, as after a resume."""
+        """Return whether a line of ``kind`` exists at this number of samples, as after a resume."""
         return any(line["kind"] == kind and line["samples"] == samples for line in self.lines)
 
     def close(self) -> None:
-        """Write out what is buffered, and take no more."""
+        """Flush buffers, and ignore later lines."""
         with self._lock:
             self._closed = True
             if self._board is not None:
@@ -99,7 +99,7 @@ class Metrics:
 
 
 def _open_board(folder: Path, samples: int) -> Any:
-    """TensorBoard's writer for the run from ``samples`` on; None if it is not installed."""
+    """Return TensorBoard's writer for the run after ``samples``; None if not installed."""
     if extras.missing("tensorboard"):
         return None
     check_own_folder(folder)
@@ -109,7 +109,7 @@ def _open_board(folder: Path, samples: int) -> Any:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics; a last line cut off by a crash is left out.
+    """Return the lines of a run's metrics, without a last line truncated by a crash.
 
     Raises:
         UserError: the file cannot be read.

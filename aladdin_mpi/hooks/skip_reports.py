@@ -1,4 +1,4 @@
-"""Images that cannot be read and are skipped on any rank: rank 0 names and counts them."""
+"""Reports of unreadable images that any rank skips; rank 0 names and counts them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,12 @@ from aladdin_mpi.session.coordinator import Coordinator, RunHook
 from aladdin_mpi.transport.base import Transport
 
 MOST_BYTES = 1 << 15
-"""Of a message: a path of 4,096 bytes, each as JSON may have to write it, and a reason."""
+"""Largest message: a path of 4,096 bytes, which JSON may escape, and a reason."""
 MOST_OF_REASON = 300
 
 
 class SkipReports(RunHook):
-    """Reports the images that this rank skips to rank 0, which names each once, on stderr.
-
-    Args:
-        skipped: of this rank's data set; None: it skips nothing. All ranks' alike.
-    """
+    """A hook that reports skipped images, if any, to rank 0, which names each once on stderr."""
 
     def __init__(self, transport: Transport, skipped: SkippedImages | None) -> None:
         self._transport = transport
@@ -45,16 +41,16 @@ class SkipReports(RunHook):
 
     @property
     def paths(self) -> list[str]:
-        """The images, sorted; at rank 0."""
+        """The skipped images, sorted; at rank 0."""
         return sorted(self._reasons)
 
     def on_begin(self, run: Coordinator) -> None:
-        """Name those that were known before training, but for those named before a resume."""
+        """Name images known before training, except those named before a resume."""
         if self._skipped is not None:
             self._add(self._skipped.known)
 
     def pass_on(self) -> None:
-        """Report what is new to rank 0. Never waits."""
+        """Report new skipped images to rank 0, without waiting."""
         skips = self._skipped.take() if self._skipped is not None else []
         if self._transport.rank == 0:
             self._add(skips)
@@ -75,9 +71,9 @@ class SkipReports(RunHook):
                     console.say(f"aladdin_mpi: {path}: not a readable image ({why}); skipped")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the images, so that a resumed run names and counts none again."""
+        """Return the skipped images, which a resumed run does not name and count again."""
         return {"skipped": dict(self._reasons)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up the images."""
+        """Restore the skipped images."""
         self._reasons = dict(state.get("skipped", {}))

@@ -1,4 +1,4 @@
-"""Copies of rank 0's knowledge of the run, sent to a standby on another host."""
+"""Copies of rank 0's state of the run, sent to a standby coordinator on another host."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from aladdin_mpi.session.coordinator import Coordinator, RunHook
 from aladdin_mpi.transport.base import Request, Transport, surviving_ranks
 
 EVERY = 8
-"""Reports of workers between two copies, ..."""
+"""Workers' reports between two copies, ..."""
 PAUSE = 0.05
-"""... and seconds, at least: making one takes a third of a millisecond."""
+"""... and minimum seconds between them: a copy takes a third of a millisecond."""
 MOST_BYTES = 1 << 16
 
 
 class Standby(RunHook):
-    """This rank's side of the copies; there are none if the failure of a rank ends the job.
+    """A hook that sends or receives copies, unless the failure of a rank ends the job.
 
-    All ranks listen, as any of them may become the standby.
+    All ranks listen, as any of them may become the standby coordinator.
     """
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._reports, self._sent_at = 0, 0.0
         self._newest: Tensor | None = None
-        self._came_at = 0.0
+        self._received_at = 0.0
         if not transport.survives:
             return
         transport.exclude_from_traffic(Tag.STANDBY)
@@ -46,20 +46,20 @@ class Standby(RunHook):
     def _take(self, request: Request) -> None:
         if request.failed is None and request.nbytes and request.buffer is not None:
             self._newest = request.buffer[: request.nbytes]
-            self._came_at = self._transport.now()
+            self._received_at = self._transport.now()
             self._listen()
 
     @property
     def copy(self) -> dict[str, Any] | None:
-        """The newest copy, at a rank that is the standby or has been; None elsewhere.
+        """The newest copy, at a rank that is or was the standby; None elsewhere.
 
-        Training has continued since it was made: its ``seconds`` are advanced to now.
+        Its ``seconds`` are advanced to the present, as training has continued.
         """
         if self._newest is None:
             return None
         knowledge: dict[str, Any] = unpacked(self._newest)
         if knowledge["is_open"]:
-            knowledge["seconds"] += self._transport.now() - self._came_at
+            knowledge["seconds"] += self._transport.now() - self._received_at
         return knowledge
 
     def on_begin(self, run: Coordinator) -> None:
@@ -75,7 +75,7 @@ class Standby(RunHook):
         self._send(run)
 
     def on_report(self, run: Coordinator, report: WorkerReport) -> None:
-        """Send a copy now and then."""
+        """Send a copy at intervals."""
         self._reports += 1
         if self._reports >= EVERY and self._transport.now() - self._sent_at >= PAUSE:
             self._send(run)
@@ -92,10 +92,10 @@ class Standby(RunHook):
             self._transport.isend(data, standby, Tag.STANDBY)
 
 
-def standby_coordinator(living: Sequence[int], hosts: Sequence[int]) -> int | None:
-    """Return the rank that keeps a copy of rank 0's accounting; None: rank 0 is alone.
+def standby_coordinator(surviving: Sequence[int], hosts: Sequence[int]) -> int | None:
+    """Return the rank that keeps a copy of rank 0's accounting; None if rank 0 is alone.
 
     It is the first rank on another host than rank 0's, or else the next rank.
     """
-    others = [rank for rank in living if rank]
+    others = [rank for rank in surviving if rank]
     return min(others, key=lambda rank: (hosts[rank] == hosts[0], rank), default=None)

@@ -1,4 +1,4 @@
-"""Signals that ask the run to save itself and to end."""
+"""Signals on which the run saves its state and ends."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from aladdin_mpi.transport.base import Transport
 
 
 class Suspension(RunHook):
-    """Reports a signal that this rank has received to the coordinator.
+    """A hook that reports a signal received by this rank to the coordinator.
 
-    The transport looks for it, whether the rank computes, serves or waits.
+    The transport polls for it while the rank computes, serves or waits.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -27,10 +27,10 @@ class Suspension(RunHook):
         guard.note_suspend_signals()
         if transport.rank == COORDINATOR:
             transport.on_message(Tag.SUSPEND, 8, self._take)
-        self._polls.watch(self._look)
+        self._polls.watch(self._poll)
 
     def on_begin(self, run: Coordinator) -> None:
-        """Pass on from now on what has been received, at rank 0."""
+        """Suspend the run at rank 0 on signals received so far, and from now on."""
         self._run = run
         if self._number:
             run.suspend(self._number)
@@ -38,9 +38,9 @@ class Suspension(RunHook):
     def on_end(self, ending: RunEnd) -> None:
         """Ignore signals from now on."""
         if self._polls is not None:
-            self._polls.unwatch(self._look)
+            self._polls.unwatch(self._poll)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         number = guard.suspend_signal()
         if number is None or self._number:
             return

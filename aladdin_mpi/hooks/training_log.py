@@ -19,18 +19,18 @@ class Losses:
     """The losses of the steps since the last line of metrics."""
 
     total: float = 0.0
-    """Summed over ``samples``, those with a finite loss."""
+    """Sum over ``samples``, those with a finite loss."""
     samples: int = 0
     unlogged: int = 0
-    """Samples in all."""
+    """All samples."""
 
     @property
     def mean(self) -> float | None:
-        """None: none is finite."""
+        """The mean loss; None if no loss is finite."""
         return self.total / self.samples if self.samples else None
 
     def add(self, report: WorkerReport) -> None:
-        """Add a step."""
+        """Add a worker's step."""
         self.unlogged += report.samples
         if report.samples and isfinite(report.loss):
             self.total += report.loss * report.samples
@@ -38,12 +38,12 @@ class Losses:
 
 
 class TrainingLog(RunHook):
-    """Writes a line of metrics every so many samples, and shows the progress. At rank 0.
+    """A hook at rank 0 that writes lines of metrics at intervals, and displays the progress.
 
     Args:
-        metrics: opened when the run begins, for other hooks too, which come later.
-        keeps_all: continue after whatever lines there are; otherwise lines from after this place
-            of the run are dropped.
+        metrics: opened when the run begins, also for hooks that follow this one.
+        keeps_all: keep all existing lines; otherwise lines after the present number of samples are
+            dropped.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class TrainingLog(RunHook):
         """Samples and seconds at the last line."""
 
     def on_begin(self, run: Coordinator) -> None:
-        """Open the metrics, and show the progress, before what takes seconds."""
+        """Open the metrics and display the progress, before other hooks that take seconds."""
         drawn = run.budget.drawn
         self.metrics.open(run.plan.total if self._keeps_all else drawn)
         trained = [line for line in self.metrics.lines if line["kind"] == "train"]
@@ -74,7 +74,7 @@ class TrainingLog(RunHook):
         )
 
     def on_report(self, run: Coordinator, report: WorkerReport) -> None:
-        """Show the progress, and write a line if one is due."""
+        """Update the progress, and write a line if one is due."""
         self._losses.add(report)
         drawn, every = run.budget.drawn, run.plan.log_every
         if self._progress is not None:
@@ -84,7 +84,7 @@ class TrainingLog(RunHook):
             self._log(run)
 
     def on_close(self, run: Coordinator) -> None:
-        """Log what came after the last line of metrics, at the end of the run."""
+        """Write a line on steps after the last line, at the end of the run."""
         if run.budget.used_up and self._last[0] < run.budget.drawn and self._losses.unlogged:
             self._log(run)
 
@@ -109,7 +109,7 @@ class TrainingLog(RunHook):
         self.metrics.append("train", values)
 
     def on_end(self, ending: RunEnd) -> None:
-        """Leave the progress on the screen, unless another rank shows it from now on."""
+        """Leave the progress on the screen, unless another rank displays it from now on."""
         if ending is RunEnd.COMPLETED or self._progress is None:
             return  # the summary follows
         if ending is RunEnd.SUSPENDED:
@@ -119,9 +119,9 @@ class TrainingLog(RunHook):
         self.metrics.close()
 
     def complete(self, run: Coordinator) -> None:
-        """Log the user's figures that came after the last line, and end the progress.
+        """Write the user's figures after the last line, and end the progress display.
 
-        They have a line of their own kind: nothing else is known for it.
+        Their line has a separate kind, because it has no other figures.
         """
         if own := run.take_figures():
             self.metrics.append("own", {**run.moment(), **own})
@@ -129,11 +129,11 @@ class TrainingLog(RunHook):
             self._progress.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far the log has come."""
+        """Return the position of the log."""
         return {"loss": astuple(self._losses), "next_log": self._next, "last_log": self._last}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up the log; earlier versions kept ``next`` for it and the evaluations."""
+        """Restore the position; earlier versions shared ``next`` with the evaluations."""
         self._losses = Losses(*state["loss"])
         self._next = state["next_log"] if "next_log" in state else state["next"][0]
         self._last = tuple(state["last_log"])

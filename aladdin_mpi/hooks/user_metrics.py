@@ -19,58 +19,58 @@ TAKEN = frozenset(
     {"kind", "samples", "epoch", "seconds", "samples_per_second", "loss", "lr", "staleness"}
     | {"wait_fraction", "bytes_sent_per_step", "gradients", "gradients_refused"}
 )
-"""Names that lines of the metrics have already."""
+"""Names that lines of metrics use already."""
 MOST_BYTES = 1 << 14
-"""Of the figures sent at once."""
+"""Most bytes of figures in one message."""
 
 
 class Means:
-    """Means of figures by name, over all that were added since they were taken last."""
+    """Means of figures by name, over all values added since they were last taken."""
 
     def __init__(self) -> None:
-        self._told: dict[str, list[float]] = defaultdict(list)
+        self._values: dict[str, list[float]] = defaultdict(list)
         self.last: dict[str, float] = {}
-        """Of each, the mean taken last."""
+        """The mean of each figure that was last taken."""
 
     def add(self, figures: Mapping[str, float]) -> None:
-        """Add one of each."""
+        """Add a value of each figure."""
         for name, value in figures.items():
-            self._told[name].append(value)
+            self._values[name].append(value)
 
     def so_far(self) -> dict[str, float]:
-        """The means if they were taken now; of a name without new figures, the one before."""
-        return self.last | _means(self._told.copy())  # another thread may add to it
+        """Return the present means; for a name without new values, the last one."""
+        return self.last | _means(self._values.copy())  # another thread may add to it
 
     def take(self) -> dict[str, float]:
-        """The means; nothing for a name without figures."""
-        told, self._told = self._told, defaultdict(list)
-        means = _means(told)
+        """Return the means of names with new values, and start again."""
+        values, self._values = self._values, defaultdict(list)
+        means = _means(values)
         self.last |= means
         return means
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, for a checkpoint."""
-        return {"told": dict(self._told), "last": self.last}
+        """Return the state for a checkpoint."""
+        return {"told": dict(self._values), "last": self.last}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state from :meth:`state_dict`."""
-        self._told = defaultdict(list, state["told"])
+        self._values = defaultdict(list, state["told"])
         self.last = dict(state["last"])
 
 
-def _means(told: Mapping[str, list[float]]) -> dict[str, float]:
-    return {name: sum(values) / len(values) for name, values in told.items()}
+def _means(figures: Mapping[str, list[float]]) -> dict[str, float]:
+    return {name: sum(values) / len(values) for name, values in figures.items()}
 
 
 class UserMetrics(RunHook):
-    """Sends the user's figures to rank 0, which logs their means."""
+    """A hook that sends the user's figures to rank 0, which logs their means."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self.means = Means()
-        """At rank 0; unused elsewhere."""
+        """Used at rank 0 only."""
         self.late: list[dict[str, float]] = []
-        """Logged after training, as at the end of the last epoch; to be gathered."""
+        """Figures logged after training, as at the end of the last epoch; gathered at the end."""
         transport.exclude_from_traffic(Tag.FIGURES)
         if transport.rank == 0:
             transport.on_message(Tag.FIGURES, MOST_BYTES, self._add)
@@ -95,11 +95,11 @@ class UserMetrics(RunHook):
         if "own" in state:  # not in those of older runs
             self.means.load_state_dict(state["own"])
 
-    def tell(self, figures: Mapping[str, float], is_late: bool) -> None:
-        """Send them; or keep them to be gathered, if training is over and no message is received.
+    def send(self, figures: Mapping[str, float], is_late: bool) -> None:
+        """Send figures to rank 0; keep them for the end if training is over.
 
         Raises:
-            UserError: they are no numbers, too many, or have names that are taken.
+            UserError: a figure is not a number, there are too many, or a name is in use.
         """
         plain = {}
         for name, value in figures.items():

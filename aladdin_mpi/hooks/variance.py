@@ -1,4 +1,4 @@
-"""How far the workers' models are from each other, measured at every evaluation."""
+"""The variance among the workers' models, measured at every evaluation."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from aladdin_mpi.transport.base import Transport, once
 from aladdin_mpi.worker.role import Role, TrainingWorker
 
 COUNT = 4096
-"""Values of a sample, about."""
+"""Approximate number of values in a sample."""
 FRAME_BYTES = 16
-"""Before the values: the evaluation that they are for, and where the worker is."""
+"""Header of the values: the samples at the evaluation, and the worker's position."""
 
 
-Done = Callable[[int, float | None], None]
+OnVariance = Callable[[int, float | None], None]
 
 
 class Places(NamedTuple):
-    """A sample of the flat vector's places, and how many values each stands for."""
+    """A sample of positions in the flat vector, and the number of values that each represents."""
 
     at: Tensor
     weight: Tensor
@@ -36,19 +36,19 @@ class Places(NamedTuple):
 
 @lru_cache(maxsize=1)
 def draw_places(sizes: tuple[int, ...], seed: int, count: int = COUNT) -> Places:
-    """Draw about ``count`` places of the flat vector, the same ones for a seed.
+    """Draw about ``count`` positions of the flat vector, determined by the seed.
 
-    Each parameter is sampled by itself, without replacement: one half of the sample is dealt to
-    all alike, the other in proportion to their sizes. Biases and normalisations are few values
-    and much of a model's norm, which a plain sample would meet by chance only.
+    Each parameter is sampled separately, without replacement: half of the sample is divided equally
+    among parameters, the other half in proportion to their sizes. Biases and normalisation
+    parameters are few values but much of a model's norm, and a plain sample could miss them.
 
     Args:
         sizes: of the parameters, in flat order.
         seed: of the run. The ranks of a simulation draw once.
-        count: all values are taken where there are no more.
+        count: with at most this many values, the sample has all of them.
 
     Returns:
-        Ascending places (int64), and weights (float64) with which a sum over the sample is an
+        Ascending positions (int64), and weights (float64) with which a sum over the sample is an
         unbiased estimate of the sum over the vector.
     """
     draw = random.Random(f"model variance {seed}")
@@ -66,7 +66,7 @@ def draw_places(sizes: tuple[int, ...], seed: int, count: int = COUNT) -> Places
 
 
 def _by_bucket(layout: Layout, places: Places) -> list[tuple[Bucket, Tensor]]:
-    """The sample's places in each bucket, from its beginning."""
+    """Return the sample's positions in each bucket, relative to its start."""
     edges = torch.tensor([bucket.start for bucket in layout.buckets] + [layout.numel])
     cuts = torch.searchsorted(places.at, edges).tolist()
     return [
@@ -78,26 +78,25 @@ def _by_bucket(layout: Layout, places: Places) -> list[tuple[Bucket, Tensor]]:
 class ModelVariance:
     """The variance among the workers' models, over the square of their mean's norm.
 
-    ``V = 1/n sum_i |x_i - mean x|^2 / |mean x|^2`` of the n living workers, where ``x_i`` is the
-    model that a worker computes with and their mean is the plain one. It has no unit: with 0.01
-    a model is a tenth of the mean's norm away from it. The numerator is also called consensus
-    distance (squared; Kong et al., ICML 2021).
+    ``V = 1/n sum_i |x_i - mean x|^2 / |mean x|^2`` over the n surviving workers, where ``x_i`` is
+    the model with which a worker computes, and the mean is unweighted. It is dimensionless: at
+    0.01, the distance of a model from the mean is a tenth of the mean's norm. The numerator is
+    also called (squared) consensus distance (Kong et al., ICML 2021).
 
-    Whole models are not collected: rank 0 would receive n of them where the servers alone hold
-    the model. Each worker sends the same sample of its values, 16 KB, from the handler of the
-    request, and rank 0 keeps their mean and its deviations as they arrive, so that its memory
-    does not depend on n either. Sums over the sample are weighted to be unbiased estimates of
-    those over the whole. Scalars such as each worker's distance from the global model would be
-    fewer bytes; but there is none that all have, and none of the same moment.
+    Collecting whole models would send n of them to rank 0. Instead, each worker sends the same
+    sample of its values, 16 KB, in the handler of the request. Rank 0 keeps the running mean and
+    deviations, so that its memory does not depend on n. Sums over the sample are weighted to be
+    unbiased estimates of those over the model. Scalars such as each worker's distance from the
+    global model would be smaller, but workers have no common global model of the same moment.
 
-    In lockstep each worker answers when it has done the steps of all samples before the
-    evaluation, so that workers that are the same after every step have 0. Others answer at once:
-    over MPI maybe between two instructions of an update.
+    With lockstep, each worker answers after the steps of all samples before the evaluation, so
+    that workers with identical models have 0. Otherwise workers answer at once: over MPI, possibly
+    in the middle of an update.
 
     Args:
         role: this rank's.
-        places: of the sample; the same on all ranks.
-        workers: the ranks whose models these are.
+        places: positions of the sample; the same on all ranks.
+        workers: the ranks with the models.
         lockstep: whether workers advance in rounds.
     """
 
@@ -126,27 +125,28 @@ class ModelVariance:
             transport.on_message(Tag.SAMPLE, 8, self._answer)
 
     # -- at an evaluation, by messages -----------------------------------------------
-    def take(self, samples: int, done: Done) -> None:
-        """At rank 0: start to collect, for the models that have had the first ``samples``.
+    def take(self, samples: int, on_variance: OnVariance) -> None:
+        """Start a measurement at rank 0, of the models after the first ``samples`` samples.
 
-        ``done`` is called with ``samples`` and the value; None: the workers were not at one
-        place, one did not answer in time, or it is not finite. Unless workers are in lockstep, and
-        would all wait for one that hangs, an earlier value that is not complete is given up.
+        ``on_variance`` is called with ``samples`` and the value, or None if the workers were at
+        different positions, one did not answer in time, or the value is not finite. Without
+        lockstep, an incomplete earlier measurement is given up; with it, all workers would wait
+        for one that hangs.
         """
         if not self._lockstep:
             self.give_up()
         failed = self._transport.failed
         missing = {rank for rank in self._workers if rank not in failed}
-        self._open[samples] = _Answers(missing, self._weight, done)
+        self._open[samples] = _Answers(missing, self._weight, on_variance)
         for rank in sorted(missing - {0}):
             self._transport.isend(torch.tensor([samples]), rank, Tag.SAMPLE)
         if 0 in missing:
             self._when(samples, lambda: self._add(0, samples, self._place, self._values()))
 
     def give_up(self) -> None:
-        """Wait for no more answers."""
+        """Give up incomplete measurements."""
         for samples in list(self._open):
-            self._open.pop(samples).done(samples, None)
+            self._open.pop(samples).on_variance(samples, None)
 
     def _answer(self, source: int, message: Tensor) -> None:
         samples = int(message.clone().view(torch.int64))
@@ -167,7 +167,7 @@ class ModelVariance:
 
     @property
     def _place(self) -> int:
-        """Where this worker is, in samples; the same for all at one time in lockstep."""
+        """This worker's position in samples; in lockstep, the same for all at one time."""
         role = self._role
         return (
             role.worker.reached.samples
@@ -176,7 +176,7 @@ class ModelVariance:
         )
 
     def _values(self) -> Tensor:
-        """This worker's sample, in fp32 on the CPU."""
+        """Return this worker's sample, in fp32 on the CPU."""
         parts = []
         for bucket, index in self._parts:
             values = self._role.part(bucket).detach()
@@ -190,7 +190,7 @@ class ModelVariance:
     def _add(self, source: int, samples: int, place: int, values: Tensor) -> None:
         answers = self._open.get(samples)
         if answers is None or source not in answers.missing:
-            return  # too late
+            return  # the measurement was given up
         answers.add(source, place, values)
         self._finish(samples)
 
@@ -203,11 +203,11 @@ class ModelVariance:
     def _finish(self, samples: int) -> None:
         if not self._open[samples].missing:
             answers = self._open.pop(samples)
-            answers.done(samples, answers.variance())
+            answers.on_variance(samples, answers.variance())
 
     # -- at the end of the run, all ranks together --------------------------------------
     def at_end(self) -> float | None:
-        """The value now; every rank has to call it, when nothing is in flight."""
+        """Return the present value; every rank calls it, when no message is in flight."""
         values = torch.zeros(len(self._weight) + 1, dtype=torch.float64)
         is_worker = self._transport.rank in self._workers
         if is_worker:
@@ -239,14 +239,14 @@ def model_variance(context: Context, role: Role) -> ModelVariance:
 
 
 class _Answers:
-    """Vectors that arrive one by one: their mean and squared deviations (Welford).
+    """Running mean and squared deviations (Welford) of vectors that arrive one by one.
 
-    ``done`` is to be called when no rank is ``missing`` any more.
+    ``on_variance`` is to be called when no rank is ``missing`` any more.
     """
 
-    def __init__(self, missing: set[int], weight: Tensor, done: Done) -> None:
+    def __init__(self, missing: set[int], weight: Tensor, on_variance: OnVariance) -> None:
         self.missing = missing
-        self.done = done
+        self.on_variance = on_variance
         self._weight = weight
         self._places: set[int] = set()
         self._count = 0
@@ -254,7 +254,7 @@ class _Answers:
         self._squares = 0.0
 
     def add(self, source: int, place: int, values: Tensor) -> None:
-        """One more; of values that are all the same the deviations are exactly 0."""
+        """Add a vector; if all vectors are equal, the deviations are exactly 0."""
         self.missing.discard(source)
         self._places.add(place)
         self._count += 1
@@ -263,7 +263,7 @@ class _Answers:
         self._squares += (self._weight @ (away * (values - self._mean))).item()
 
     def variance(self) -> float | None:
-        """The mean of the squared deviations, over the square of the mean's norm."""
+        """Return the mean squared deviation over the squared norm of the mean."""
         if len(self._places) != 1:
             return None
         return _ratio(self._squares / self._count, (self._weight @ self._mean**2).item())

@@ -1,1 +1,1 @@
-"""A cluster described in words, or measured over MPI, as a file for the simulation."""
+"""Cluster files for simulations, from a description in words or measured over MPI."""

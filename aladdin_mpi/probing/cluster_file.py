@@ -1,8 +1,8 @@
-"""The file of a cluster, and the cluster that options describe.
+"""The cluster file, and the cluster that options describe.
 
-The file's keys are in an order for reading, each with what is known of it next to it. It is written
-at once when all is known, never over another one unless that is asked for, and only after it has
-been read back as :mod:`aladdin_mpi.simulate` will.
+Each key has a comment with its unit and origin. The file is written at once when all figures are
+known, after it has been parsed as by :mod:`aladdin_mpi.simulate`. It replaces an existing file only
+with ``--overwrite``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from aladdin_mpi.probing.options import ProbeOptions
 from aladdin_mpi.process.files import write_new, write_whole
 
 DIGITS = 4
-"""That are written of a measured figure; more would be noise."""
+"""Significant digits of measured figures; more would be noise."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Figure:
     count: int
 
     def scaled(self, factor: float) -> Figure:
-        """The same in another unit."""
+        """Return the figure in another unit."""
         return Figure(self.value * factor, self.low * factor, self.high * factor, self.count)
 
     def spread_of(self, what: str = "") -> str:
-        """As it stands next to the figure: ``half of 12 hosts between 0.95 and 0.97``."""
+        """Return the spread as text: ``half of 12 hosts between 0.95 and 0.97``."""
         if self.count == 1:
             return f"of one {what.removesuffix('s')}" if what else "measured once"
         counted = f"{self.count} {what}".strip()
@@ -50,7 +50,7 @@ class Figure:
 
 
 def figure(samples: Sequence[float]) -> Figure:
-    """Of at least one measurement."""
+    """Return the median and quartiles of at least one measurement."""
     if len(samples) == 1:
         return Figure(samples[0], samples[0], samples[0], 1)
     low, _, high = quantiles(samples, n=4, method="inclusive")
@@ -58,20 +58,20 @@ def figure(samples: Sequence[float]) -> Figure:
 
 
 def rounded(value: float) -> float:
-    """To as many digits as mean something."""
+    """Return a value rounded to :data:`DIGITS` significant digits."""
     return float(f"{value:.{DIGITS}g}")
 
 
 def short(value: float) -> str:
-    """:func:`rounded` as text."""
+    """Return a rounded value as text."""
     return f"{rounded(value):g}"
 
 
 # -- the file -----------------------------------------------------------------------------
 KEY_WIDTH = 32
 COMMAND = "THIS-COMMAND"
-"""What stands in a text for the command, until the file's name is known."""
-HINT = "Edit what is wrong. What is left out is left to the options of aladdin_mpi.simulate."
+"""Placeholder of the command in a text, until the file's name is known."""
+HINT = "Edit as needed. Missing keys have the defaults of aladdin_mpi.simulate's options."
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ class FileEntry:
     """A line of the file.
 
     Attributes:
-        key: as the file spells it, such as ``bandwidth-gbit``.
-        value: None: it is left out, and ``comment`` says why.
-        comment: unit, spread, where it is from.
+        key: spelled as in the file, such as ``bandwidth-gbit``.
+        value: None if it is left out, for the reason in ``comment``.
+        comment: unit, spread and origin.
     """
 
     key: str
@@ -91,7 +91,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Section:
-    """Lines that belong together, and facts that are no option of a simulation."""
+    """A group of lines, and notes on facts that are not options of a simulation."""
 
     title: str
     entries: Sequence[FileEntry] = ()
@@ -99,14 +99,14 @@ class Section:
 
 
 def _command(path: object) -> str:
-    """The command line that uses the file."""
+    """Return the command line that uses the file."""
     return shlex.join(["python", "-m", "aladdin_mpi.simulate", "--cluster", str(path)])
 
 
 def rendered(source: str, sections: Sequence[Section]) -> str:
-    """The file's text; ``source`` says in a line where the figures are from."""
+    """Return the file's text; ``source`` is a line on the origin of the figures."""
     lines = [f"# A cluster, for: {COMMAND}", *_comments(source), f"# {HINT}"]
-    tables: list[str] = []  # after all else: what follows a table's head belongs to it
+    tables: list[str] = []  # at the end: all lines after a table's head belong to the table
     for section in sections:
         lines += ["", f"# -- {section.title}"]
         for entry in section.entries:
@@ -129,29 +129,29 @@ def _line(entry: FileEntry) -> str:
 
 
 def _value(value: Any) -> str:
-    """In one line, which a writer of TOML would break."""
+    """Return a value as TOML in one line; the writer would break long lists."""
     if isinstance(value, list):
         return f"[{', '.join(map(_value, value))}]"
     return tomli_w.dumps({"x": value}).strip().removeprefix("x = ")
 
 
 def _comments(text: str) -> list[str]:
-    """Without control characters, which TOML has no comments of."""
+    """Return comment lines without control characters, which TOML does not allow."""
     lines = ("".join(c if c.isprintable() else " " for c in line) for line in text.splitlines())
     return [f"# {line}" for line in lines]
 
 
 def check(text: str, name: str) -> SimulateOptions:
-    """The options of a simulation that the text of a file gives.
+    """Return the options of a simulation with the text of a file.
 
     Raises:
-        UserError: there is something in it that a simulation refuses.
+        UserError: a simulation would refuse it.
     """
     return build(SimulateOptions, parse_part(SimulateOptions, "cluster", text, name))
 
 
 def check_free(path: Path, overwrite: bool) -> None:
-    """Refuse before anything is measured what would be refused in the end.
+    """Check, before measuring, that the file can be written.
 
     Raises:
         UserError: the file exists, or its folder does not.
@@ -171,17 +171,17 @@ def check_free(path: Path, overwrite: bool) -> None:
 
 
 def write(path: Path, text: str, overwrite: bool) -> Path:
-    """Write the file, whole or not at all; returns where to.
+    """Write the file atomically and return its path.
 
-    If another one has come in the meantime, and it is not to be replaced, a similar name is taken,
-    so that what has been measured is not lost.
+    If the file has been created in the meantime and must not be overwritten, a similar name is
+    used, so that the measurements are not lost.
 
     Raises:
         UserError: it cannot be written.
     """
     try:
         if not overwrite:
-            return _write_beside(path, text)
+            return _write_new(path, text)
         write_whole(path, text.replace(COMMAND, _command(path.name)))
         return path
     except OSError as error:
@@ -191,7 +191,7 @@ def write(path: Path, text: str, overwrite: bool) -> Path:
         ) from error
 
 
-def _write_beside(path: Path, text: str) -> Path:
+def _write_new(path: Path, text: str) -> Path:
     name = path
     for number in count(2):
         try:
@@ -202,8 +202,8 @@ def _write_beside(path: Path, text: str) -> Path:
     return name
 
 
-def write_and_tell(text: str, options: ProbeOptions) -> None:
-    """Write the file, and say where it is and how to use it. Raises as :func:`write`."""
+def write_and_report(text: str, options: ProbeOptions) -> None:
+    """Write the file, and print its path and how to use it. Raises UserError like :func:`write`."""
     path = write(options.out, text, options.overwrite)
     if path != options.out:
         print(
@@ -213,20 +213,20 @@ def write_and_tell(text: str, options: ProbeOptions) -> None:
 
 
 # -- a described cluster ------------------------------------------------------------------
-UNKNOWN = "not said; the default is"
-LINKS = "Gbit/s of the links of hosts, counted from 0, that have another rate."
-SLOW = "Workers, counted from 0, that are slower by a factor."
+UNKNOWN = "not specified; the default is"
+LINKS = "Gbit/s of links with a different bandwidth, by host, counted from 0."
+SLOW = "Slowdown factors by worker, counted from 0."
 NETWORK = {
-    "bandwidth_gbit": "Gbit/s of each host's link, each way",
-    "latency_us": "microseconds between two hosts",
+    "bandwidth_gbit": "Gbit/s of each host's link in each direction",
+    "latency_us": "microseconds of latency between two hosts",
     "local_bandwidth_gbit": "Gbit/s of the path inside a host",
-    "local_latency_us": "microseconds inside a host",
-    "memory_gbyte": "GB/s that one process moves in memory",
+    "local_latency_us": "microseconds of latency inside a host",
+    "memory_gbyte": "GB/s of memory bandwidth of one process",
 }
 
 
 def describe(options: ProbeOptions) -> None:
-    """Write the file of a described cluster, and print what was understood.
+    """Write the file of a described cluster, and print its interpretation.
 
     Raises:
         UserError: the file exists already, or cannot be written.
@@ -236,28 +236,26 @@ def describe(options: ProbeOptions) -> None:
     sections = described_sections(options)
     text = rendered(source, sections)
     check(text, str(options.out))
-    print("understood:", *understood(options), sep="\n    ")
-    unsaid = [
+    print("cluster:", *interpretation(options), sep="\n    ")
+    missing = [
         f"{entry.key} ({entry.comment.removeprefix(UNKNOWN).split()[0]})"
         for section in sections
         for entry in section.entries
         if entry.value is None
     ]
-    if unsaid:
-        print(f"not said, so left to the defaults: {', '.join(unsaid)}")
-    write_and_tell(text, options)
+    if missing:
+        print(f"not specified, with defaults: {', '.join(missing)}")
+    write_and_report(text, options)
 
 
 def described_sections(options: ProbeOptions) -> list[Section]:
-    """What the file says of the cluster that the options describe; ``nodes`` is given."""
+    """Return the sections of the file for the described cluster; ``nodes`` must be set."""
     assert options.nodes is not None
     each = options.gpus_per_node or 1
     hosts = [
         FileEntry("hosts", options.nodes, "counted from 0"),
         FileEntry("workers", options.nodes * each, f"{each} on each host"),
-        FileEntry(
-            "placement", "workers", "one host after the other; servers are on host 0 as well"
-        ),
+        FileEntry("placement", "workers", "one host after the other; servers are also on host 0"),
     ]
     network = [
         _entry(name, getattr(options, name), Cluster.model_fields[name].default, about)
@@ -266,7 +264,7 @@ def described_sections(options: ProbeOptions) -> list[Section]:
     if options.links:
         network.append(FileEntry("links", options.links, LINKS))
     step, default = options.step_seconds, SimulateOptions.model_fields["compute_time"].default
-    about = "seconds of a step" + ("" if step is None else " of a worker that is not slow")
+    about = "seconds of a step" + ("" if step is None else " without slowdown")
     steps = [
         _entry("compute_time", step, default, about),
         _entry("jitter", options.jitter, 0, "relative standard deviation of a step's time"),
@@ -286,7 +284,7 @@ def _entry(name: str, value: float | None, default: Any, about: str) -> FileEntr
 
 
 def _slow_workers(options: ProbeOptions) -> dict[int, float]:
-    """The factor of each slow worker: its host's times its own."""
+    """Return the factor of each slow worker: its host's times its own."""
     each = options.gpus_per_node or 1
     factors = {
         host * each + place: factor
@@ -298,25 +296,25 @@ def _slow_workers(options: ProbeOptions) -> dict[int, float]:
     return factors
 
 
-def understood(options: ProbeOptions) -> Iterator[str]:
-    """What the file will say, in words; one line for each fact."""
+def interpretation(options: ProbeOptions) -> Iterator[str]:
+    """Yield the facts about the cluster in words, a line each."""
     nodes, each = options.nodes or 0, options.gpus_per_node or 1
     yield (
         f"{nodes} host{'s' * (nodes != 1)} with {each} worker{'s' * (each != 1)} each, "
-        f"{nodes * each} in all"
+        f"{nodes * each} in total"
     )
     for name, about in NETWORK.items():
         if (value := getattr(options, name)) is not None:
             yield f"{shown(value)} {about}"
     for host, gbit in options.links.items():
-        yield f"host {host}: a link of {shown(gbit)} Gbit/s"
+        yield f"host {host}: link of {shown(gbit)} Gbit/s"
     if options.step_seconds is not None:
-        yield f"{shown(options.step_seconds)} s for a step"
+        yield f"{shown(options.step_seconds)} s per step"
     if options.jitter is not None:
-        yield f"a jitter of {options.jitter:.2%}"
+        yield f"jitter {options.jitter:.2%}"
     for host, factor in options.node_slowdown.items():
         last = (host + 1) * each - 1
         named = f"worker {last}" if each == 1 else f"workers {host * each} to {last}"
-        yield f"host {host} ({named}): {shown(factor)} times slower"
+        yield f"host {host} ({named}): slowdown factor {shown(factor)}"
     for worker, factor in options.slowdown.items():
-        yield f"worker {worker} (host {worker // each}): {shown(factor)} times slower"
+        yield f"worker {worker} (host {worker // each}): slowdown factor {shown(factor)}"

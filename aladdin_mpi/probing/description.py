@@ -1,8 +1,7 @@
-"""A cluster in a line of words: what it says of hosts, workers, rates and times.
+"""Parser of a cluster's description in words: hosts, workers, rates and times.
 
-The phrases may come in any order. Each pattern takes its words out of the text, the longest
-phrases first, and what is left and says nothing ("with", "each") is dropped: anything else is an
-error that names it.
+Phrases may be in any order. Each pattern removes its phrase from the text, the longest phrases
+first. Remaining filler words ("with", "each") are ignored; any other rest is an error.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine",
 COUNT = rf"(?<![\w.-])(\d+|an?|{'|'.join(WORDS)})"
 HOST = r"(?:nodes?|hosts?|machines?)\b"
 WORKER = r"(?:gpus?|workers?|ranks?|tasks?)\b"
-# "Gb/s" are bits and "GB/s" bytes: here alone capital letters count.
+# "Gb/s" are bits and "GB/s" bytes: only here is case significant.
 RATE = NUMBER + r"\s*(?-i:([kKmMgGtT])(bits?|Bits?|bytes?|Bytes?|BYTES?|BITS?|b|B))(?:/s|ps|e)?\b"
 TIME = NUMBER + r"\s*(seconds?|secs?|s|milliseconds?|ms|microseconds?|us|minutes?|min)\b"
 LIST = r"\d+(?:\s*(?:,|and|,\s*and)\s*\d+)*"
@@ -46,22 +45,22 @@ NOTHING = re.compile(
     re.IGNORECASE,
 )
 TAKEN = "\0"
-"""Where a phrase was."""
+"""Marks the position of a removed phrase."""
 
 Match = re.Match[str]
 
 
 def described(text: str) -> dict[str, Setting]:
-    """What a text says, by the names of the probe's options.
+    """Return the settings in a description, by the names of the probe's options.
 
     Raises:
-        UserError: a part of it is not understood, or something is said twice.
+        UserError: a part of it is not understood, or a property is specified twice.
     """
-    return _Reading(text).read()
+    return _Parser(text).read()
 
 
-class _Reading:
-    """One text, from which phrases are taken."""
+class _Parser:
+    """Parser of one text, from which phrases are removed."""
 
     def __init__(self, text: str) -> None:
         self._whole = text
@@ -69,8 +68,8 @@ class _Reading:
         plain = re.sub(r"\btwice(?=\s+(?:as\s+)?slow)", "2 times", plain, flags=re.IGNORECASE)
         plain = re.sub(rf"\b({'|'.join(WORDS)})(?=\s+times\b)", _digits, plain, flags=re.IGNORECASE)
         self._rest = re.sub(r"\bx(?=\d)", "x ", plain)
-        self._found: dict[str, Any] = {}
-        self._said: dict[str, str] = {}
+        self._settings: dict[str, Any] = {}
+        self._phrases: dict[str, str] = {}
 
     def read(self) -> dict[str, Setting]:
         self._take(
@@ -108,52 +107,52 @@ class _Reading:
         )
         self._take(rf"{COUNT}[\s-]*{HOST}", self._hosts)
         self._check_rest()
-        self._deal_workers()
-        return {name: Setting(value, "--describe") for name, value in self._found.items()}
+        self._divide_workers()
+        return {name: Setting(value, "--describe") for name, value in self._settings.items()}
 
-    def _take(self, pattern: str, say: Callable[[Match], None]) -> None:
-        def taken(match: Match) -> str:
-            say(match)
+    def _take(self, pattern: str, interpret: Callable[[Match], None]) -> None:
+        def replace(match: Match) -> str:
+            interpret(match)
             return TAKEN
 
-        self._rest = re.sub(pattern, taken, self._rest, flags=re.IGNORECASE)
+        self._rest = re.sub(pattern, replace, self._rest, flags=re.IGNORECASE)
 
-    # -- what the phrases say
+    # -- phrases
     def _slower(self, match: Match) -> None:
         count, kind, numbers, times, percent = match.groups()
         factor = float(times) if times else 1 + float(percent) / 100
         name = "node_slowdown" if re.match(HOST, kind, re.IGNORECASE) else "slowdown"
-        factors = self._found.setdefault(name, {})
+        factors = self._settings.setdefault(name, {})
         for number in self._numbered(numbers, count, factors):
             factors[number] = factor
 
     def _link(self, match: Match) -> None:
         count, numbers, *rate = match.groups()
-        links = self._found.setdefault("links", {})
+        links = self._settings.setdefault("links", {})
         for number in self._numbered(numbers, count, links):
             links[number] = _gbit(rate)
 
     def _numbered(
         self, numbers: str | None, count: str | None, taken: dict[int, float]
     ) -> list[int]:
-        """Those that are named; or as many as are counted, the first that are free."""
+        """Return the listed numbers, or ``count`` numbers that are not in use."""
         if numbers:
             return [int(number) for number in re.findall(r"\d+", numbers)]
         free = (number for number in range(10**9) if number not in taken)
         return [next(free) for _ in range(_count(count or "one"))]
 
     def _memory(self, match: Match) -> None:
-        self._say("memory_gbyte", _gbit(match.groups()) / 8, match)
+        self._set("memory_gbyte", _gbit(match.groups()) / 8, match)
 
     def _rate(self, name: str) -> Callable[[Match], None]:
-        return lambda match: self._say(name, _gbit(match.groups()), match)
+        return lambda match: self._set(name, _gbit(match.groups()), match)
 
     def _time(self, name: str) -> Callable[[Match], None]:
         unit = 1e6 if name == "step_seconds" else 1.0
-        return lambda match: self._say(name, _microseconds(match.groups()) / unit, match)
+        return lambda match: self._set(name, _microseconds(match.groups()) / unit, match)
 
     def _bare_time(self, match: Match) -> None:
-        """Microseconds are those of messages, seconds those of steps."""
+        """Interpret microseconds as the latency, and seconds as the time of a step."""
         value, unit = match.groups()
         if unit.lower().startswith(("mil", "ms")):
             raise UserError(
@@ -164,43 +163,43 @@ class _Reading:
 
     def _jitter(self, match: Match) -> None:
         value, percent = [part for part in match.groups() if part is not None]
-        self._say("jitter", float(value) / (100 if percent else 1), match)
+        self._set("jitter", float(value) / (100 if percent else 1), match)
 
     def _workers(self, match: Match) -> None:
         count, total, on, _ = match.groups()
-        self._say("total" if total or on else "gpus_per_node", _count(count), match)
+        self._set("total" if total or on else "gpus_per_node", _count(count), match)
 
     def _hosts(self, match: Match) -> None:
-        self._say("nodes", _count(match[1]), match)
+        self._set("nodes", _count(match[1]), match)
 
-    def _say(self, name: str, value: float, match: Match) -> None:
+    def _set(self, name: str, value: float, match: Match) -> None:
         phrase = " ".join(match[0].replace(TAKEN, " ").split())
-        if name in self._said:
+        if name in self._phrases:
             raise UserError(
-                f"--describe: {self._said[name]!r} and {phrase!r} cannot be combined. Leave one "
+                f"--describe: {self._phrases[name]!r} and {phrase!r} cannot be combined. Leave one "
                 "out."
             )
-        self._said[name] = phrase
-        self._found[name] = value
+        self._phrases[name] = phrase
+        self._settings[name] = value
 
-    def _deal_workers(self) -> None:
-        """A number of workers in total is so many on each host."""
-        total = self._found.pop("total", None)
+    def _divide_workers(self) -> None:
+        """Divide a total number of workers by the number of hosts."""
+        total = self._settings.pop("total", None)
         if total is None:
             return
-        hosts = self._found.get("nodes", 1)
-        if total % hosts or "gpus_per_node" in self._found:
+        hosts = self._settings.get("nodes", 1)
+        if total % hosts or "gpus_per_node" in self._settings:
             raise UserError(
                 f"--describe: expected the same number of workers on each of {hosts} hosts, got "
-                f'{self._said["total"]!r}; write for example "{hosts} nodes x 4 GPUs"'
+                f'{self._phrases["total"]!r}; write for example "{hosts} nodes x 4 GPUs"'
             )
-        self._found["gpus_per_node"] = total // hosts
+        self._settings["gpus_per_node"] = total // hosts
 
     def _check_rest(self) -> None:
         for part in re.split(rf"{TAKEN}|[,;]", self._rest):
             if not NOTHING.fullmatch(part):
                 _refuse(" ".join(part.split()))
-        if not self._found:
+        if not self._settings:
             _refuse(self._whole)
 
 
@@ -236,5 +235,5 @@ def _microseconds(groups: Any) -> float:
 
 
 def _letter(unit: str) -> str:
-    """``s``, ``m`` or ``u``, as of seconds, milliseconds, microseconds."""
+    """Return ``s``, ``m`` or ``u`` for seconds, milliseconds or microseconds."""
     return "u" if unit.lower().startswith("micro") else unit[0].lower()

@@ -1,6 +1,6 @@
 """Measurements of the network: rates and latencies between hosts and inside a host.
 
-One rank of each host, its first, stands for it.
+The first rank of each host represents it.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from aladdin_mpi.probing.cluster_file import Figure, figure
 from aladdin_mpi.transport.base import Request, Transport
 
 VECTOR_BYTES = 64_000_000
-"""More than a cache holds."""
+"""Larger than a cache."""
 HOST_REPEATS = 9
 MESSAGES, BURST = 400, 8
 
 
 def memory_bandwidth(seconds: float) -> Figure:
-    """GB/s that this process moves in memory as it adds up gradients: two are read, one written.
+    """Return the memory bandwidth in GB/s of adding gradients: two are read, one is written.
 
     Raises:
-        RuntimeError: there is no memory for it.
+        RuntimeError: insufficient memory.
     """
     total, gradient = (torch.ones(VECTOR_BYTES // 4) for _ in range(2))
-    total.add_(gradient)  # its pages are there from now on
-    found: list[float] = []
+    total.add_(gradient)  # maps the pages
+    rates: list[float] = []
     end = time.perf_counter() + seconds
-    while len(found) < 3 or (len(found) < HOST_REPEATS and time.perf_counter() < end):
+    while len(rates) < 3 or (len(rates) < HOST_REPEATS and time.perf_counter() < end):
         start = time.perf_counter()
         total.add_(gradient)
-        found.append(3e-9 * VECTOR_BYTES / (time.perf_counter() - start))
-    return figure(found)
+        rates.append(3e-9 * VECTOR_BYTES / (time.perf_counter() - start))
+    return figure(rates)
 
 
 def message_cost(transport: Transport) -> Figure:
-    """Microseconds of this process for each message that it sends or takes in, without its bytes.
+    """Return the microseconds of this process per message sent or received, without its bytes.
 
-    To itself, in bursts, so that no network has a part in it.
+    The process sends bursts to itself, so that the network has no effect.
     """
-    found = []
+    costs = []
     for _ in range(MESSAGES // BURST):
         buffers = [torch.zeros(8, dtype=torch.uint8) for _ in range(2 * BURST)]
         start = transport.now()
@@ -55,12 +55,12 @@ def message_cost(transport: Transport) -> Figure:
         receives = [transport.irecv(buffer, own, Tag.PROBE) for buffer in buffers[:BURST]]
         sends = [transport.isend(buffer, own, Tag.PROBE) for buffer in buffers[BURST:]]
         transport.wait(*receives, *sends)
-        found.append(1e6 * (transport.now() - start) / (2 * BURST))
-    return figure(found)
+        costs.append(1e6 * (transport.now() - start) / (2 * BURST))
+    return figure(costs)
 
 
 def spare_cores(transport: Transport, cores: int) -> tuple[int, int] | None:
-    """At rank 0: the cores of its host that the ranks' threads leave, and all ``cores`` of it."""
+    """Return, at rank 0, its host's cores that are not used by ranks, and all ``cores``."""
     threads = gather(transport, torch.get_num_threads())
     if not threads:
         return None
@@ -71,52 +71,53 @@ def spare_cores(transport: Transport, cores: int) -> tuple[int, int] | None:
 
 
 Flow = tuple[int, int]
-"""The rank that sends and the one that receives."""
+"""The sending and the receiving rank."""
 
 FIRST_TRIAL, GROWTH = 64 * 1024, 4
-"""Bytes of the first, shortest stream, and by what factor the next one is longer."""
+"""Bytes of the first, shortest stream, and the growth factor of the next ones."""
 LONG_ENOUGH = 1 / 3
-"""Of the time of a stream, that a trial has to take to tell how long the others have to be."""
+"""Share of a stream's time that a trial must take to determine the length of streams."""
 SMALLEST, LARGEST = 128 * 1024, 4_000_000
-"""Bytes of a message of a stream; the largest is that of a bucket."""
+"""Bytes of a stream's messages; the largest is a bucket."""
 FEWEST, MOST = 16, 1024
-"""Messages of a stream."""
+"""Number of messages of a stream."""
 WINDOW = 2
-"""Messages under way. MPI may move so many at the same time, piece by piece, and with many it would
-send the beginnings of all first: Open MPI announces a message with its first 64 KB."""
+"""Messages in flight. MPI may move them at the same time, piece by piece; with many, it would send
+the beginnings of all first, as Open MPI announces a message with its first 64 KB."""
 REPEATS = 3
 WORD = 8
 """Bytes of a message whose latency is measured."""
 ROUNDS = (5, 60)
-"""Messages with their answers, at least and at most."""
+"""Least and most messages with answers."""
 
 
 class Length(NamedTuple):
-    """Of a stream: bytes of each message, and how many messages."""
+    """The length of a stream: bytes per message, and number of messages."""
 
     nbytes: int
     messages: int
 
 
 class FlowResult(NamedTuple):
-    """One flow of a stream: bytes/s, and seconds from its start to its end."""
+    """The result of a flow: bytes/s, and seconds from start to end."""
 
     rate: float
     seconds: float
 
 
 def rates(transport: Transport, flows: Sequence[Flow], slot: float) -> list[list[float]]:
-    """Bytes/s of each flow, all of them at the same time; several times, about ``slot`` s each.
+    """Measure simultaneous flows several times, for about ``slot`` seconds each.
 
-    At rank 0; elsewhere empty.
+    Returns:
+        The bytes/s of each flow, at rank 0; elsewhere an empty list.
     """
     length = _length(_long_enough(transport, flows, slot))
-    found = [_stream(transport, flows, length) for _ in range(REPEATS)]
-    return [[result.rate for result in of_flow] for of_flow in zip(*found, strict=True)]
+    streams = [_stream(transport, flows, length) for _ in range(REPEATS)]
+    return [[result.rate for result in of_flow] for of_flow in zip(*streams, strict=True)]
 
 
 def _long_enough(transport: Transport, flows: Sequence[Flow], slot: float) -> int:
-    """Bytes of a stream that takes ``slot`` seconds. Short ones say little: queues take them."""
+    """Return the bytes of a stream of ``slot`` seconds; shorter ones would fit into queues."""
     total, is_known = FIRST_TRIAL, False
     while not is_known:
         results = _stream(transport, flows, _length(total))
@@ -134,22 +135,22 @@ def _length(total: int) -> Length:
 
 
 def _stream(transport: Transport, flows: Sequence[Flow], length: Length) -> list[FlowResult]:
-    """Each flow once, all at the same time; at rank 0."""
+    """Run all flows once at the same time; return the results at rank 0."""
     barrier(transport)
     ends = {
         number: _End(transport, flow, length)
         for number, flow in enumerate(flows)
         if transport.rank in flow
     }
-    while waiting := [end for end in ends.values() if end.under_way]:
-        waiting[transport.wait_any([end.under_way[0] for end in waiting])].advance()
+    while waiting := [end for end in ends.values() if end.in_flight]:
+        waiting[transport.wait_any([end.in_flight[0] for end in waiting])].advance()
     own = [[n, *end.result()] for n, end in ends.items() if flows[n][1] == transport.rank]
-    told = sorted(result for results in gather(transport, own) for result in results)
-    return [FlowResult(rate, seconds) for _, rate, seconds in told]
+    results = sorted(result for results in gather(transport, own) for result in results)
+    return [FlowResult(rate, seconds) for _, rate, seconds in results]
 
 
 class _End:
-    """One end of a flow, with the messages that are under way."""
+    """One end of a flow, with its messages in flight."""
 
     def __init__(self, transport: Transport, flow: Flow, length: Length) -> None:
         self._transport = transport
@@ -160,7 +161,7 @@ class _End:
         self._length = length
         self._buffers = [torch.zeros(length.nbytes, dtype=torch.uint8) for _ in range(WINDOW)]
         self._begun = self._ended = 0
-        self.under_way: deque[Request] = deque()
+        self.in_flight: deque[Request] = deque()
         self._start = self._first = self._last = transport.now()
         for _ in range(WINDOW):
             self._begin()
@@ -168,12 +169,12 @@ class _End:
     def _begin(self) -> None:
         if self._begun < self._length.messages:
             buffer = self._buffers[self._begun % WINDOW]
-            self.under_way.append(self._post(buffer, self._other, Tag.PROBE))
+            self.in_flight.append(self._post(buffer, self._other, Tag.PROBE))
             self._begun += 1
 
     def advance(self) -> None:
-        """The oldest message has passed."""
-        self.under_way.popleft()
+        """Complete the oldest message, and post the next one."""
+        self.in_flight.popleft()
         self._last = self._transport.now()
         self._ended += 1
         if self._ended == WINDOW:
@@ -181,15 +182,16 @@ class _End:
         self._begin()
 
     def result(self) -> FlowResult:
-        """From the end of the first messages that were under way to that of the last one."""
+        """Return the rate from the end of the first window of messages to that of the last one."""
         nbytes = self._length.nbytes * (self._ended - WINDOW)
         return FlowResult(nbytes / max(self._last - self._first, 1e-9), self._last - self._start)
 
 
 def latencies(transport: Transport, pair: Flow, seconds: float) -> list[float]:
-    """Seconds that a short message takes, half of a message and its answer, some times.
+    """Measure the latency of short messages: half the time of a message and its answer.
 
-    At rank 0; elsewhere empty.
+    Returns:
+        Seconds of each message, at rank 0; elsewhere an empty list.
     """
     barrier(transport)
     source, dest = pair
@@ -203,17 +205,17 @@ def latencies(transport: Transport, pair: Flow, seconds: float) -> list[float]:
 
 def _ask(transport: Transport, other: int, seconds: float) -> list[float]:
     end = transport.now() + seconds
-    found: list[float] = []
+    delays: list[float] = []
     fewest, most = ROUNDS
     is_last = False
     while not is_last:
-        is_last = len(found) >= fewest and (len(found) >= most or transport.now() > end)
+        is_last = len(delays) >= fewest and (len(delays) >= most or transport.now() > end)
         word, answer = torch.tensor([float(is_last)], dtype=torch.float64), torch.empty(WORD)
         begin = transport.now()
         receive = transport.irecv(answer, other, Tag.PROBE)
         transport.wait(transport.isend(word, other, Tag.PROBE), receive)
-        found.append((transport.now() - begin) / 2)
-    return found[1:]  # the first one may have made the connection
+        delays.append((transport.now() - begin) / 2)
+    return delays[1:]  # the first one may have established the connection
 
 
 def _answer(transport: Transport, other: int) -> None:
@@ -224,43 +226,43 @@ def _answer(transport: Transport, other: int) -> None:
 
 
 def message_seconds(transport: Transport, pair: Flow, rate: float, nbytes: int) -> float:
-    """What a message in a row of them takes beyond its bytes at ``rate`` bytes/s; at rank 0.
+    """Return, at rank 0, a message's time in a stream beyond that of its bytes at ``rate`` bytes/s.
 
-    Of several rows the median. Below zero if it cannot be told from noise.
+    This is the median of several streams, and negative if noise exceeds it.
     """
-    found = [_stream(transport, [pair], Length(nbytes, 200)) for _ in range(REPEATS)]
+    streams = [_stream(transport, [pair], Length(nbytes, 200)) for _ in range(REPEATS)]
     if transport.rank:
         return 0.0
-    return nbytes / median(result.rate for (result,) in found) - nbytes / rate
+    return nbytes / median(result.rate for (result,) in streams) - nbytes / rate
 
 
 DIFFERS = 0.1
-"""A link whose rate is further from the others', as a fraction, is one of its own."""
+"""Relative difference of rates above which a link is listed separately."""
 ALIKE = 0.2
-"""Pairs of a host whose rates differ by less, as a fraction, are held up by the same link."""
+"""Relative difference of rates below which a host's pairs are limited by the same link."""
 SHORT = 16 * 1024
-"""Bytes of the messages that tell what each takes on top; shorter ones may overtake others."""
+"""Bytes of messages that measure the overhead per message; shorter ones may overtake others."""
 LONGEST_SLOT, SHORTEST_SLOT = 0.3, 0.05
 """Seconds of a stream."""
 STREAMS = 6
-"""As long as so many of them takes a pair of hosts, with trials and latency."""
+"""Time for a pair of hosts, with trials and latency, in units of streams."""
 BOTH_WAYS = 4
-"""Pairs that send in both directions at once, at most."""
+"""Most pairs that send in both directions at once."""
 LOCAL_HOSTS = 4
-"""Hosts inside which the path is measured, at most."""
+"""Most hosts inside which the path is measured."""
 
 
 @dataclass
 class NetworkFigures:
-    """Rates in Gbit/s and times in microseconds; None, or missing: it was not measured.
+    """The network's rates in Gbit/s and times in microseconds; None or missing if not measured.
 
     Attributes:
-        alone: rates by pairs of hosts, one pair at a time; the first one sends.
-        together: of two directions at once, each one's share of what it has alone.
+        alone: rates by pairs of hosts (sender first), one pair at a time.
+        together: rate of each direction if both are used at once, relative to one alone.
         at_once: rates by pairs of hosts, while all hosts send and receive.
-        latency: between two hosts, of a short message.
-        overhead: what a message takes on top of its bytes.
-        skipped: pairs of hosts for which there was no time.
+        latency: of a short message between two hosts.
+        overhead: time per message in addition to its bytes.
+        skipped: number of pairs of hosts that were not measured for lack of time.
     """
 
     hosts: int
@@ -274,21 +276,21 @@ class NetworkFigures:
     skipped: int = 0
 
     def host_rates(self) -> dict[int, float]:
-        """Of each host's link: a pair goes as fast as the slower one, so that of its fastest pairs.
+        """Return the rate of each host's link: that of its fastest pairs, as others limit the rest.
 
-        Of those that are alike the median: the very fastest would be so by chance.
+        It is the median of similar ones; the maximum would be a chance result.
         """
-        found: dict[int, list[float]] = {}
+        rates_of: dict[int, list[float]] = {}
         for pair, rate in self.alone.items():
             for host in pair:
-                found.setdefault(host, []).append(rate.value)
+                rates_of.setdefault(host, []).append(rate.value)
         return {
             host: median(rate for rate in rates if rate > (1 - ALIKE) * max(rates))
-            for host, rates in found.items()
+            for host, rates in rates_of.items()
         }
 
     def crowded(self) -> Figure | None:
-        """While all hosts send, each one's share of what its links have alone."""
+        """Return the hosts' rates while all hosts send, relative to a pair alone."""
         alone = self.host_rates()
         shares = [
             rate / min(alone[a], alone[b])
@@ -298,15 +300,15 @@ class NetworkFigures:
         return figure(shares) if shares else None
 
     def usual_rate(self) -> Figure | None:
-        """Of the links that are alike, with those of all such links as its spread."""
-        found = self.host_rates()
-        if not found:
+        """Return the usual rate of a link, with the spread over similar links."""
+        rates = self.host_rates().values()
+        if not rates:
             return None
-        usual = median_high(found.values())
-        return figure([rate for rate in found.values() if abs(rate - usual) <= DIFFERS * usual])
+        usual = median_high(rates)
+        return figure([rate for rate in rates if abs(rate - usual) <= DIFFERS * usual])
 
     def other_links(self) -> dict[int, float]:
-        """The hosts whose link differs from the usual one."""
+        """Return the rates of links that differ from the usual one, by host."""
         usual = self.usual_rate()
         if usual is None:
             return {}
@@ -317,71 +319,71 @@ class NetworkFigures:
 def measure_network(
     transport: Transport, seconds: float, has_time: Callable[[], bool]
 ) -> NetworkFigures:
-    """Measure it in about so many seconds; complete at rank 0.
+    """Measure the network; the result is complete at rank 0.
 
     Args:
         transport: all ranks call it.
-        seconds: for all of it.
-        has_time: asked at rank 0 before each pair of hosts but the first.
+        seconds: approximate total time.
+        has_time: called at rank 0 before each pair of hosts but the first.
     """
     first = [transport.hosts.index(host) for host in range(max(transport.hosts) + 1)]
-    found = NetworkFigures(len(first))
+    network = NetworkFigures(len(first))
     if len(first) > 1:
-        _measure_between(transport, found, first, seconds, has_time)
-    _measure_inside(transport, found, seconds)
-    return found
+        _measure_between(transport, network, first, seconds, has_time)
+    _measure_inside(transport, network, seconds)
+    return network
 
 
 def _measure_between(
     transport: Transport,
-    found: NetworkFigures,
+    network: NetworkFigures,
     first: Sequence[int],
     seconds: float,
     has_time: Callable[[], bool],
 ) -> None:
-    """``first`` is the first rank of each host, which stands for it."""
-    hosts = range(found.hosts)
-    # Each host sends to the next one, then to the one after that, ...
-    pairs = [(host, (host + step) % found.hosts) for step in hosts[1:] for host in hosts]
-    streams = STREAMS * (len(pairs) + 1) + STREAMS * min(BOTH_WAYS, found.hosts)
+    """Measure between hosts; ``first`` has the first rank of each."""
+    hosts = range(network.hosts)
+    # Each host sends to the next one, then to the second next, ...
+    pairs = [(host, (host + step) % network.hosts) for step in hosts[1:] for host in hosts]
+    streams = STREAMS * (len(pairs) + 1) + STREAMS * min(BOTH_WAYS, network.hosts)
     slot = min(LONGEST_SLOT, max(SHORTEST_SLOT, seconds / streams))
     delays: list[float] = []
     shares: list[float] = []
     for number, (a, b) in enumerate(pairs):
         if not broadcast(transport, number == 0 or has_time()):
-            found.skipped = len(pairs) - number
+            network.skipped = len(pairs) - number
             break
         flow = first[a], first[b]
         delays += latencies(transport, flow, slot / 3)
         for rate in rates(transport, [flow], slot):
-            found.alone[a, b] = _gbit(rate)
+            network.alone[a, b] = _gbit(rate)
         if number < BOTH_WAYS and a < b:
             for way in rates(transport, [flow, flow[::-1]], slot):
-                shares.append(_gbit(way).value / found.alone[a, b].value)
-    _measure_crowd(transport, found, first, slot)
-    one = found.alone.get((0, 1))
-    # Only rank 0 knows the rate, and only there the figure counts.
+                shares.append(_gbit(way).value / network.alone[a, b].value)
+    _measure_crowd(transport, network, first, slot)
+    one = network.alone.get((0, 1))
+    # Only rank 0 has the rate, and only its result is used.
     row = message_seconds(transport, (first[0], first[1]), one.value / 8e-9 if one else 1.0, SHORT)
     if transport.rank == 0:
-        found.latency = figure([1e6 * delay for delay in delays])
-        found.together = figure(shares)
-        found.overhead = max(0.0, 1e6 * row)
+        network.latency = figure([1e6 * delay for delay in delays])
+        network.together = figure(shares)
+        network.overhead = max(0.0, 1e6 * row)
 
 
 def _measure_crowd(
-    transport: Transport, found: NetworkFigures, first: Sequence[int], slot: float
+    transport: Transport, network: NetworkFigures, first: Sequence[int], slot: float
 ) -> None:
-    """All at once: each host sends to one that is far from it, and hears from another."""
-    shift = max(1, found.hosts // 2)
-    pairs = [(host, (host + shift) % found.hosts) for host in range(found.hosts)]
+    """Measure all hosts at once: each sends to a distant host, and receives from another."""
+    shift = max(1, network.hosts // 2)
+    pairs = [(host, (host + shift) % network.hosts) for host in range(network.hosts)]
     flows = [(first[a], first[b]) for a, b in pairs]
     for pair, rate in zip(pairs, rates(transport, flows, slot), strict=False):
-        found.at_once[pair] = _gbit(rate).value
+        network.at_once[pair] = _gbit(rate).value
 
 
-def _measure_inside(transport: Transport, found: NetworkFigures, seconds: float) -> None:
+def _measure_inside(transport: Transport, network: NetworkFigures, seconds: float) -> None:
     hosts = transport.hosts
-    ranks = [[rank for rank, at in enumerate(hosts) if at == host] for host in range(found.hosts)]
+    ranks = [[rank for rank, at in enumerate(hosts) if at == host] for host in range(network.hosts)]
     pairs = [(of_host[0], of_host[1]) for of_host in ranks if len(of_host) > 1][:LOCAL_HOSTS]
     slot = min(LONGEST_SLOT, max(SHORTEST_SLOT, seconds / (4 * LOCAL_HOSTS)))
     delays: list[float] = []
@@ -390,8 +392,8 @@ def _measure_inside(transport: Transport, found: NetworkFigures, seconds: float)
         delays += latencies(transport, pair, slot / 3)
         inside += [rate for flow in rates(transport, [pair], slot) for rate in flow]
     if delays:
-        found.local_latency = figure([1e6 * delay for delay in delays])
-        found.local_rate = _gbit(inside)
+        network.local_latency = figure([1e6 * delay for delay in delays])
+        network.local_rate = _gbit(inside)
 
 
 def _gbit(bytes_per_second: Sequence[float]) -> Figure:

@@ -1,8 +1,8 @@
-"""A cluster measured by all ranks of a job, as a file's sections, and what is printed of it.
+"""Measurement of a cluster by all ranks of a job, and its output as sections of a file.
 
-The order of measuring: steps, as all ranks compute at once; what rank 0 can do alone; the network;
-messages while ranks compute. What cannot be measured is left out, with the reason. The findings are
-rank 0's.
+The order of measurements: steps, with all ranks computing at once; rank 0 alone; the network;
+messages while ranks compute. Figures that cannot be measured are left out, with the reason. Rank 0
+has the results.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from aladdin_mpi.probing.cluster_file import (
     rendered,
     rounded,
     short,
-    write_and_tell,
+    write_and_report,
 )
 from aladdin_mpi.probing.links import (
     NetworkFigures,
@@ -51,21 +51,21 @@ from aladdin_mpi.probing.steps import (
 from aladdin_mpi.process import console
 from aladdin_mpi.process.console import percent
 from aladdin_mpi.run.job import choose_device
-from aladdin_mpi.run.placement import tell_placement
+from aladdin_mpi.run.placement import print_placement
 from aladdin_mpi.transport.base import Transport
 
 STEPS, NETWORK, INSIDE, MEMORY = 0.35, 0.4, 0.15, 0.03
-"""Shares of the time: of the steps, the network between hosts and inside one, and the memory."""
+"""Shares of the time for steps, the network between hosts, inside a host, and memory."""
 ENOUGH = 0.85
-"""Of the time has passed: no further pair of hosts is begun."""
+"""Share of the time after which no further pair of hosts is measured."""
 STRAGGLES = 1.2
-"""Whose step takes longer by this factor than the median rank's is slow, if the middle halves of
-their steps lie apart as well: a busy machine alone makes medians differ."""
+"""Factor over the median rank's step time from which a rank is slow. The middle halves of their
+steps must be disjoint too, as medians also differ on a busy machine."""
 QUARTILES = 1.349
 """Standard deviations between the quartiles of a normal distribution."""
 
 TimeSteps = Callable[[float], StepTimes]
-"""Takes steps for so many seconds; an error is this rank's alone."""
+"""Takes steps for a number of seconds; an error concerns only this rank."""
 
 
 @dataclass(frozen=True)
@@ -80,16 +80,16 @@ class RankSteps:
 
 @dataclass
 class Measured:
-    """All that was found; complete at rank 0.
+    """All measurements; complete at rank 0.
 
     Attributes:
         hosts: the host of each rank.
         names: of the hosts.
         steps: of the ranks whose steps could be timed.
-        failures: why those of the others could not.
-        memory: GB/s of one process; None: not measured.
-        message: microseconds that a process needs for one.
-        spare: cores of rank 0's host that are left over, and all of them.
+        failures: errors of the other ranks.
+        memory: GB/s of one process; None if not measured.
+        message: microseconds of a process per message.
+        spare: unused and total number of cores of rank 0's host.
     """
 
     hosts: Sequence[int]
@@ -104,17 +104,17 @@ class Measured:
 
     @property
     def usual_step(self) -> Figure | None:
-        """Seconds of a step of the median rank; None: no rank's was timed."""
+        """The step time of the median rank in seconds; None if no rank could be timed."""
         times = sorted((steps.seconds for steps in self.steps.values()), key=lambda t: t.value)
         return times[(len(times) - 1) // 2] if times else None
 
     def alike(self) -> list[RankSteps]:
-        """The steps of the ranks that are not slow."""
+        """Return the steps of the ranks that are not slow."""
         slow = self.stragglers()
         return [steps for rank, steps in self.steps.items() if rank not in slow]
 
     def stragglers(self) -> dict[int, float]:
-        """The slow ranks, with their factors."""
+        """Return the slowdown factors of the slow ranks."""
         usual = self.usual_step
         times = {rank: steps.seconds for rank, steps in self.steps.items()}
         return {
@@ -125,121 +125,121 @@ class Measured:
 
 
 def measure(transport: Transport, time_steps: TimeSteps, seconds: float, cores: int) -> Measured:
-    """Measure in about so many seconds; all ranks call it.
+    """Measure the cluster; all ranks call it.
 
     Args:
         transport: over MPI, or virtual.
-        time_steps: of this rank.
-        seconds: for all of it. Steps that take long may take longer: a few have to be seen.
-        cores: of this rank's host.
+        time_steps: times steps of this rank.
+        seconds: approximate total time; long steps may exceed it, as a few are needed.
+        cores: number of cores of this rank's host.
 
     Raises:
         WaitTimeoutError: a rank does not answer.
     """
     start, hosts = transport.now(), max(transport.hosts) + 1
     names = [transport.host_names[transport.hosts.index(host)] for host in range(hosts)]
-    found = Measured(transport.hosts, names, NetworkFigures(hosts))
-    _tell(transport, f"timing steps of {transport.size} rank{'s' * (transport.size > 1)}")
-    _measure_steps(transport, found, time_steps, STEPS * seconds)
-    _measure_own(transport, found, MEMORY * seconds, cores)
-    _tell(transport, f"timing messages, {hosts} host{'s' * (hosts > 1)}")
-    found.network = measure_network(
+    measured = Measured(transport.hosts, names, NetworkFigures(hosts))
+    _print(transport, f"timing steps of {transport.size} rank{'s' * (transport.size > 1)}")
+    _measure_steps(transport, measured, time_steps, STEPS * seconds)
+    _measure_own(transport, measured, MEMORY * seconds, cores)
+    _print(transport, f"timing messages, {hosts} host{'s' * (hosts > 1)}")
+    measured.network = measure_network(
         transport,
         (NETWORK if hosts > 1 else INSIDE) * seconds,
         lambda: transport.now() - start < ENOUGH * seconds,
     )
-    _measure_beside(transport, found)
-    return found
+    _measure_overlap(transport, measured)
+    return measured
 
 
-def _tell(transport: Transport, text: str) -> None:
+def _print(transport: Transport, text: str) -> None:
     if transport.rank == 0:
         console.say(f"aladdin_mpi: {text}")
 
 
 def _measure_steps(
-    transport: Transport, found: Measured, time_steps: TimeSteps, seconds: float
+    transport: Transport, measured: Measured, time_steps: TimeSteps, seconds: float
 ) -> None:
     barrier(transport)
-    for rank, told in enumerate(gather(transport, _attempt(time_steps, seconds))):
-        if isinstance(told, str):
-            found.failures[rank] = told
+    for rank, result in enumerate(gather(transport, _attempt(time_steps, seconds))):
+        if isinstance(result, str):
+            measured.failures[rank] = result
         else:
-            times, forward, backward = told
+            times, forward, backward = result
             logarithms = figure([math.log(each) for each in times])
             jitter = (logarithms.high - logarithms.low) / QUARTILES
             shape = [(share, moment) for share, moment in backward]
-            found.steps[rank] = RankSteps(figure(times), jitter, forward, shape)
+            measured.steps[rank] = RankSteps(figure(times), jitter, forward, shape)
 
 
 def _attempt(time_steps: TimeSteps, seconds: float) -> Any:
-    """The steps' times, or why there are none."""
+    """Return the times of steps, or a description of the error."""
     try:
         times = time_steps(seconds)
-    except Exception as error:  # whatever a user's model raises
+    except Exception as error:  # a user's model may raise any
         first = next(iter(str(error).splitlines()), "")
         return f"{type(error).__name__}: {first}"
     return times.seconds, times.forward, times.backward
 
 
-def _measure_own(transport: Transport, found: Measured, seconds: float, cores: int) -> None:
-    """What rank 0 measures alone, while the others wait."""
-    found.spare = spare_cores(transport, cores)
+def _measure_own(transport: Transport, measured: Measured, seconds: float, cores: int) -> None:
+    """Measure at rank 0 alone, while the others wait."""
+    measured.spare = spare_cores(transport, cores)
     if transport.rank == 0:
-        found.message = message_cost(transport)
+        measured.message = message_cost(transport)
         try:
-            found.memory = memory_bandwidth(seconds)
+            measured.memory = memory_bandwidth(seconds)
         except RuntimeError:
-            found.memory = None  # there is no memory for two vectors
+            measured.memory = None  # insufficient memory for two vectors
     barrier(transport)
 
 
-def _measure_beside(transport: Transport, found: Measured) -> None:
-    """Between the first ranks of two hosts, else between two ranks of one."""
+def _measure_overlap(transport: Transport, measured: Measured) -> None:
+    """Measure overlap between the first ranks of two hosts, or between two ranks of one."""
     if transport.size == 1:
         return
-    hosts, network = transport.hosts, found.network
+    hosts, network = transport.hosts, measured.network
     pair = (hosts.index(0), hosts.index(1)) if max(hosts) > 0 else (0, 1)
     rate = network.alone.get((0, 1), network.local_rate)
     known = broadcast(transport, rate.value / 8e-9 if rate is not None else None)
     if known is not None:
-        found.overlap = measure_overlap(transport, pair, known)
+        measured.overlap = measure_overlap(transport, pair, known)
 
 
 # -- as a file's sections -----------------------------------------------------------------
-ONE_HOST = "not measured: all ranks are on one host; start the probe on several"
-ONE_EACH = "not measured: no host has two ranks; start several on each"
+ONE_HOST = "not measured: all ranks are on one host; start the probe on several hosts"
+ONE_EACH = "not measured: no host has two ranks; start several ranks per host"
 LEAST_JITTER = 1e-3
 SHARED = 0.8
-"""All hosts at once have less than this share of a pair's rate: the network is shared."""
+"""Share of a pair's rate for all hosts at once below which the network counts as shared."""
 
 
-def sections(found: Measured) -> list[Section]:
-    """What the file says of it."""
+def sections(measured: Measured) -> list[Section]:
+    """Return the sections of the file."""
     return [
-        Section("hosts and workers", _hosts(found), _named(found)),
-        Section("network", _network(found)),
-        Section("steps", _steps(found), _failures(found)),
-        Section("also measured; a simulation does not ask for it", notes=[*_also(found)]),
+        Section("hosts and workers", _hosts(measured), _named(measured)),
+        Section("network", _network(measured)),
+        Section("steps", _steps(measured), _failures(measured)),
+        Section("also measured; not used by simulations", notes=[*_also(measured)]),
     ]
 
 
 # -- hosts
-def _hosts(found: Measured) -> list[FileEntry]:
-    hosts, size = len(found.names), len(found.hosts)
+def _hosts(measured: Measured) -> list[FileEntry]:
+    hosts, size = len(measured.names), len(measured.hosts)
     each = -(-size // hosts)
     entries = [FileEntry("hosts", hosts, "counted from 0"), FileEntry("workers", size, "the ranks")]
-    if list(found.hosts) == [rank // each for rank in range(size)]:
+    if list(measured.hosts) == [rank // each for rank in range(size)]:
         about = f"{each} on each host, one host after the other; servers on host 0"
         return [*entries, FileEntry("placement", "workers", about)]
-    return [*entries, FileEntry("worker-hosts", list(found.hosts), "the host of each worker")]
+    return [*entries, FileEntry("worker-hosts", list(measured.hosts), "the host of each worker")]
 
 
-def _named(found: Measured) -> list[str]:
-    """Which host is which; equal neighbours are many."""
+def _named(measured: Measured) -> list[str]:
+    """Return a line with the name and the ranks of each host."""
     lines = []
-    for host, name in enumerate(found.names):
-        ranks = [rank for rank, other in enumerate(found.hosts) if other == host]
+    for host, name in enumerate(measured.names):
+        ranks = [rank for rank, other in enumerate(measured.hosts) if other == host]
         lines.append(f"host {host}: {name}, rank{'s' * (len(ranks) > 1)} {_listed(ranks)}")
     return lines
 
@@ -252,16 +252,16 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 # -- network
-def _figure(key: str, found: Figure | None, unit: str, why: str, of: str = "") -> FileEntry:
-    if found is None:
+def _figure(key: str, measured: Figure | None, unit: str, why: str, of: str = "") -> FileEntry:
+    if measured is None:
         return FileEntry(key, None, f"{why} ({unit})")
-    return FileEntry(key, rounded(found.value), f"{unit}; {found.spread_of(of)}")
+    return FileEntry(key, rounded(measured.value), f"{unit}; {measured.spread_of(of)}")
 
 
-def _network(found: Measured) -> list[FileEntry]:
-    """Between hosts, inside one, and of a server."""
-    network = found.network
-    unit = "Gbit/s of a host's link, each way"
+def _network(measured: Measured) -> list[FileEntry]:
+    """Return the entries on links, memory and message handling."""
+    network = measured.network
+    unit = "Gbit/s of a host's link in each direction"
     entries = [_figure("bandwidth-gbit", network.usual_rate(), unit, ONE_HOST, "hosts")]
     others = {host: rounded(rate) for host, rate in network.other_links().items()}
     if others:
@@ -272,101 +272,99 @@ def _network(found: Measured) -> list[FileEntry]:
     else:
         value = rounded(max(0.0, latency.value - overhead))
         entries.append(FileEntry("latency-us", value, f"{unit}; {latency.spread_of()}"))
-        little = "; too little to be measured" if overhead == 0 else ""
-        about = f"microseconds of a link for each message{little}"
+        little = "; too small to be measured" if overhead == 0 else ""
+        about = f"microseconds of a link per message{little}"
         entries.append(FileEntry("message-overhead-us", rounded(overhead), about))
-    no_memory = "not measured: no memory for two vectors"
-    about = "microseconds of a server for each message"
+    no_memory = "not measured: insufficient memory for two vectors"
+    about = "microseconds of a server per message"
     rate, inside = network.local_rate, "Gbit/s of the path inside a host"
     return [
         *entries,
         _figure("local-bandwidth-gbit", rate, inside, ONE_EACH),
         _figure("local-latency-us", network.local_latency, "microseconds inside a host", ONE_EACH),
-        _figure("memory-gbyte", found.memory, "GB/s of one process", no_memory),
-        _figure("handling-us", found.message, about, "not measured"),
+        _figure("memory-gbyte", measured.memory, "GB/s of one process", no_memory),
+        _figure("handling-us", measured.message, about, "not measured"),
     ]
 
 
 # -- steps
-def _steps(found: Measured) -> list[FileEntry]:
-    alike = found.alike()
+def _steps(measured: Measured) -> list[FileEntry]:
+    alike = measured.alike()
     if not alike:
-        why = "not measured: no rank could take a step (seconds)"
+        why = "not measured: no rank completed a step (seconds)"
         return [FileEntry("compute-time", None, why)]
     times = figure([steps.seconds.value for steps in alike])
     jitters = figure([steps.jitter for steps in alike])
     forwards = figure([steps.forward for steps in alike])
-    # A smaller jitter is of no effect, and would only make runs differ.
+    # A smaller jitter has no effect, except that runs would differ.
     jitter = rounded(jitters.value) if jitters.value >= LEAST_JITTER else 0.0
     shape = [list(point) for point in alike[0].backward]
     entries = [
         _figure("compute-time", times, "seconds of a step", "", "ranks"),
         FileEntry("jitter", jitter, f"of its logarithm; {jitters.spread_of('ranks')}"),
         _figure("forward-share", forwards, "of a step, forward", "", "ranks"),
-        FileEntry("backward-shape", shape, "share of the gradient, by when in backward"),
+        FileEntry("backward-shape", shape, "share of the gradient by share of backward's time"),
     ]
-    slow = {rank: max(1.0, rounded(factor)) for rank, factor in found.stragglers().items()}
+    slow = {rank: max(1.0, rounded(factor)) for rank, factor in measured.stragglers().items()}
     if slow:
-        entries.append(FileEntry("slowdown", slow, "\n".join([SLOW, *stragglers(found)])))
+        entries.append(FileEntry("slowdown", slow, "\n".join([SLOW, *stragglers(measured)])))
     return entries
 
 
-def _failures(found: Measured) -> list[str]:
+def _failures(measured: Measured) -> list[str]:
     return [
-        f"rank {rank} on {found.names[found.hosts[rank]]} took no step: {why}"
-        for rank, why in found.failures.items()
+        f"rank {rank} on {measured.names[measured.hosts[rank]]} completed no step: {why}"
+        for rank, why in measured.failures.items()
     ]
 
 
-def stragglers(found: Measured) -> list[str]:
-    """A line for each slow rank."""
+def stragglers(measured: Measured) -> list[str]:
+    """Return a line for each slow rank."""
     return [
-        f"rank {rank} on {found.names[found.hosts[rank]]}: {short(factor)} times slower, "
-        f"{short(found.steps[rank].seconds.value)} s a step"
-        for rank, factor in found.stragglers().items()
+        f"rank {rank} on {measured.names[measured.hosts[rank]]}: slowdown factor {short(factor)}, "
+        f"{short(measured.steps[rank].seconds.value)} s per step"
+        for rank, factor in measured.stragglers().items()
     ]
 
 
-# -- what no option holds
-def _also(found: Measured) -> Iterator[str]:
-    network, overlap = found.network, found.overlap
+# -- facts without an option
+def _also(measured: Measured) -> Iterator[str]:
+    network, overlap = measured.network, measured.overlap
     crowded = network.crowded()
     if network.together is not None:
-        yield f"both directions at once: {percent(network.together.value)} of each alone"
+        yield f"both directions at once: {percent(network.together.value)} of the rate of one alone"
     if crowded is not None:
-        yield f"all hosts at once: {percent(crowded.value)} of what a pair has alone"
+        yield f"all hosts at once: {percent(crowded.value)} of the rate of a pair alone"
         if crowded.value < SHARED:
-            yield "so the network between hosts is shared, or the hosts lack cores:"
-            yield "where training fills all links, so much less for bandwidth-gbit is true"
+            yield "so the network between hosts is shared, or the hosts lack cores;"
+            yield "if training saturates all links, reduce bandwidth-gbit by this share"
     unseen = sorted(set(range(network.hosts)) - network.host_rates().keys())
     if network.hosts > 1 and unseen:
-        yield f"links of hosts {_listed(unseen)} were not measured for want of time"
+        yield f"links of hosts {_listed(unseen)} were not measured for lack of time"
     if network.skipped:
-        yield f"{network.skipped} pairs of hosts were left out for want of time"
+        yield f"{network.skipped} pairs of hosts were not measured for lack of time"
     if network.hosts == 2:
         yield "two hosts show only the slower of their two links"
     if overlap is None:
         yield "messages during computation: not measured, because there is only one rank"
     else:
         moved, slower = percent(overlap.moved), percent(overlap.slower)
-        yield (
-            f"messages that move while a rank computes: {moved}, which takes {slower} of computing"
-        )
-    if found.spare is not None:
-        spare, cores = found.spare
-        yield f"cores of rank 0's host that no rank's threads need: {spare} of {cores}"
+        yield f"bytes transferred while a rank computes: {moved}; computing slows down by {slower}"
+    if measured.spare is not None:
+        spare, cores = measured.spare
+        yield f"unused cores of rank 0's host: {spare} of {cores}"
 
 
-def told(found: Measured) -> list[str]:
-    """What is printed: every figure with its unit, and what could not be measured."""
+def lines_of(measured: Measured) -> list[str]:
+    """Return the printed lines: every figure with its unit, and missing ones with the reason."""
     lines = []
-    for section in sections(found):
+    for section in sections(measured):
         for entry in section.entries:
             value = "-" if entry.value is None else _shown(entry.value)
             first = entry.comment.splitlines()[0]
             lines.append(f"{entry.key:<22} {value:<12} {first}")
         lines += section.notes
-    return [*lines, *stragglers(found)]
+    return [*lines, *stragglers(measured)]
 
 
 def _shown(value: object) -> str:
@@ -379,24 +377,24 @@ def _shown(value: object) -> str:
 
 
 def measure_cluster(options: ProbeOptions, transport: Transport, cores: int) -> None:
-    """Measure the cluster, print what was found, and write its file at the end.
+    """Measure the cluster, print the figures, and write the file.
 
     Args:
-        options: what was typed.
+        options: of the command.
         transport: over MPI; all ranks call it.
-        cores: of this rank's host.
+        cores: number of cores of this rank's host.
 
     Raises:
-        UserError: at rank 0: the file is there already, or there is no such model.
-        RefusedError: at the other ranks, then.
+        UserError: at rank 0, if the file exists already, or the model is unknown.
+        RefusedError: at the other ranks in these cases.
         LostError: a rank does not answer.
     """
     task = all_or_none(transport, lambda: _prepare(options, transport))
     was_chosen = options.device != "auto"
-    tell_placement(transport, task.device, 0, quiet=True, was_chosen=was_chosen)
+    print_placement(transport, task.device, 0, quiet=True, was_chosen=was_chosen)
     steps = partial(time_steps, transport, task)
     try:
-        found = measure(transport, steps, options.seconds, cores)
+        measured = measure(transport, steps, options.seconds, cores)
     except WaitTimeoutError as error:
         raise _lost(error, transport) from None
     if transport.rank:
@@ -405,10 +403,10 @@ def measure_cluster(options: ProbeOptions, transport: Transport, cores: int) -> 
     day = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     model = f"{options.model}, batches of {options.batch_size}, {options.precision}"
     model += f" on {task.device.type}"
-    text = rendered(f"Measured by {ranks} with {model}, {day}.", sections(found))
+    text = rendered(f"Measured by {ranks} with {model}, {day}.", sections(measured))
     check(text, str(options.out))
-    print(*told(found), sep="\n")
-    write_and_tell(text, options)
+    print(*lines_of(measured), sep="\n")
+    write_and_report(text, options)
 
 
 def _prepare(options: ProbeOptions, transport: Transport) -> ProbeTask:
@@ -418,7 +416,7 @@ def _prepare(options: ProbeOptions, transport: Transport) -> ProbeTask:
 
 
 def _lost(error: WaitTimeoutError, transport: Transport) -> LostError:
-    """Which rank keeps this one waiting, and on which host it is."""
+    """Return the error with the rank that does not answer, and its host."""
     waited, _, _ = str(error).partition(": that rank")
     named = re.search(r"rank (\d+), tag", waited)
     where = f" on host {transport.host_names[int(named[1])]}" if named else ""

@@ -1,7 +1,7 @@
-"""A training step of a model: how long it takes, and when backward completes the gradient.
+"""Timing of a model's training steps, and of the gradient's completion during backward.
 
-As the training does it: the same model, its gradient told of bucket by bucket; on data that are
-drawn, and without messages.
+Steps are those of training, with the gradient reported bucket by bucket, but on random data and
+without messages.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.worker.gradient_pass import RealStep
 
 WARM_UP = 2
-"""Steps that are not counted: memory is found, kernels are chosen."""
+"""Steps before timing, in which memory is allocated and kernels are selected."""
 FEWEST, MOST = 3, 300
 BUCKETS = 64
-"""Into which the gradient is cut to see how backward goes on."""
+"""Number of parts of the gradient whose completion is timed."""
 
 Points = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class ProbeTask:
-    """A model with a batch, and the device that they are for."""
+    """A model with a batch, and their device."""
 
     module: nn.Module
     inputs: Tensor
@@ -57,8 +57,8 @@ class StepTimes:
 
     Attributes:
         seconds: of each step.
-        forward: share of a step until backward begins.
-        backward: shares of the gradient, and of backward's time after which they are complete.
+        forward: share of a step before backward begins.
+        backward: pairs of a share of the gradient and the share of backward's time to complete it.
     """
 
     seconds: list[float]
@@ -67,10 +67,10 @@ class StepTimes:
 
 
 def make_task(options: ProbeOptions, device: torch.device) -> ProbeTask:
-    """The model and a batch of its data set's shape.
+    """Return the model and a batch with the shape of its dataset.
 
     Raises:
-        UserError: there is no such model or data set, or they do not fit.
+        UserError: an unknown model or dataset, or they do not match.
     """
     if options.model.startswith(SIZE_PREFIX):
         raise UserError(
@@ -86,10 +86,10 @@ def make_task(options: ProbeOptions, device: torch.device) -> ProbeTask:
 
 
 def time_steps(transport: Transport, task: ProbeTask, seconds: float) -> StepTimes:
-    """Take steps for about so many seconds, and at least a few.
+    """Take steps for about ``seconds``, and at least a few.
 
     Raises:
-        RuntimeError: the device cannot compute them, for want of memory for example.
+        RuntimeError: the device cannot compute them, for example for lack of memory.
     """
     enter(task.device)
     timer = _StepTimer(transport, task)
@@ -97,18 +97,18 @@ def time_steps(transport: Transport, task: ProbeTask, seconds: float) -> StepTim
         for _ in range(WARM_UP):
             timer.step()
         end = time.perf_counter() + seconds
-        found: list[tuple[float, float, Points]] = []
-        while len(found) < FEWEST or (len(found) < MOST and time.perf_counter() < end):
-            found.append(timer.step())
+        timed: list[tuple[float, float, Points]] = []
+        while len(timed) < FEWEST or (len(timed) < MOST and time.perf_counter() < end):
+            timed.append(timer.step())
     finally:
         timer.close()
-    forward = median(forward / step for step, forward, _ in found)
-    shape = simplified(_typical([points for *_, points in found]))
-    return StepTimes([step for step, *_ in found], forward, shape)
+    forward = median(forward / step for step, forward, _ in timed)
+    shape = simplified(_typical([points for *_, points in timed]))
+    return StepTimes([step for step, *_ in timed], forward, shape)
 
 
 class _StepTimer:
-    """Takes steps of a task on its device."""
+    """Timer of a task's steps on its device."""
 
     def __init__(self, transport: Transport, task: ProbeTask) -> None:
         self._module = task.module.to(task.device)
@@ -134,19 +134,19 @@ class _StepTimer:
         return float(loss.detach())
 
     def step(self) -> tuple[float, float, Points]:
-        """Take a step; its seconds, the forward pass's, and when backward completed what."""
+        """Take a step; return its seconds, those of forward, and the completion of the gradient."""
         watch = self._watch
-        there: list[tuple[Bucket, Any]] = []
+        stamps: list[tuple[Bucket, Any]] = []
         start = watch.stamp()
         self._step.compute_into(
-            self._vector, SampleLease(0, 1, 1), lambda bucket: there.append((bucket, watch.stamp()))
+            self._vector, SampleLease(0, 1, 1), lambda b: stamps.append((b, watch.stamp()))
         )
         end = watch.stamp()
         watch.finish()
         begun, backward = self._begun, watch.between(self._begun, end)
         points = [
             (bucket.stop / self._numel, watch.between(begun, stamp) / backward)
-            for bucket, stamp in there
+            for bucket, stamp in stamps
         ]
         return watch.between(start, end), watch.between(start, begun), points
 
@@ -156,7 +156,7 @@ class _StepTimer:
 
 
 def _typical(steps: Sequence[Points]) -> Points:
-    """The median time of each point, over all steps."""
+    """Return the median time of each point over all steps."""
     return [
         (of_bucket[0][0], min(1.0, max(0.0, median(time for _, time in of_bucket))))
         for of_bucket in zip(*steps, strict=True)
@@ -164,11 +164,11 @@ def _typical(steps: Sequence[Points]) -> Points:
 
 
 def simplified(points: Points, tolerance: float = 0.03) -> Points:
-    """As few of the points as say the same, between which shares are in proportion.
+    """Return a subset of the points that approximates all by linear interpolation.
 
     Args:
-        points: rising; (0, 0) and (1, 1) stand at their ends without being there.
-        tolerance: shares of backward's time that may be lost.
+        points: ascending, between the implied ends (0, 0) and (1, 1).
+        tolerance: largest error, as a share of backward's time.
     """
     whole = [(0.0, 0.0), *(point for point in points if 0 < point[0] < 1), (1.0, 1.0)]
     rising: Points = []
@@ -179,7 +179,7 @@ def simplified(points: Points, tolerance: float = 0.03) -> Points:
 
 
 def _split(points: Points, tolerance: float) -> Points:
-    """Ramer, 1972; Douglas and Peucker, 1973: with distances in time."""
+    """Simplify by the Ramer-Douglas-Peucker algorithm (1972, 1973), with distances in time."""
     (x0, y0), (x1, y1) = points[0], points[-1]
     distances = [abs(y - (y0 + (y1 - y0) * (x - x0) / (x1 - x0))) for x, y in points]
     worst = max(range(len(points)), key=distances.__getitem__)
@@ -190,9 +190,9 @@ def _split(points: Points, tolerance: float) -> Points:
 
 
 SECONDS, BYTES = 0.2, 64_000_000
-"""That what is sent takes alone, and has, at most."""
+"""Most seconds and bytes of the messages sent, if they are sent alone."""
 LONGER = 1.5
-"""By what factor both ranks compute longer than that takes alone."""
+"""Ratio of the computing time to the time of the messages alone."""
 SMALLEST, LARGEST = 64 * 1024, 4_000_000
 """Bytes of a message."""
 SIDE = 128
@@ -200,11 +200,11 @@ SIDE = 128
 
 @dataclass(frozen=True)
 class Overlap:
-    """How far messages and computing overlap.
+    """The overlap of messages and computing.
 
     Attributes:
-        moved: share of the bytes that had moved when computing ended.
-        slower: share of the computing that the messages cost.
+        moved: share of the bytes transferred when computing ended.
+        slower: share of the computing lost to messages.
     """
 
     moved: float
@@ -212,12 +212,12 @@ class Overlap:
 
 
 def measure_overlap(transport: Transport, pair: Flow, rate: float) -> Overlap | None:
-    """Send from one to the other while both compute; at rank 0, None elsewhere.
+    """Send from one rank to another while both compute; return the overlap at rank 0, else None.
 
     Args:
         transport: all ranks call it.
-        pair: two ranks.
-        rate: bytes/s of a stream between them while nobody computes.
+        pair: the two ranks.
+        rate: bytes/s of a stream between them without computing.
     """
     total = min(BYTES, rate * SECONDS)
     nbytes = round(min(LARGEST, max(SMALLEST, total / 16)))
@@ -229,10 +229,10 @@ def measure_overlap(transport: Transport, pair: Flow, rate: float) -> Overlap | 
     own = None
     if transport.rank in pair:
         own = _send_and_compute(transport, pair, length, alone, before)
-    told = [each for each in gather(transport, own) if each is not None]
-    if not told:
+    results = [each for each in gather(transport, own) if each is not None]
+    if not results:
         return None
-    return Overlap(min(moved for moved, _ in told), max(slower for _, slower in told))
+    return Overlap(min(moved for moved, _ in results), max(slower for _, slower in results))
 
 
 def _send_and_compute(
@@ -242,15 +242,15 @@ def _send_and_compute(
     post, other = (transport.isend, dest) if transport.rank == source else (transport.irecv, source)
     buffers = [torch.zeros(length.nbytes, dtype=torch.uint8) for _ in range(length.messages)]
     requests = [post(buffer, other, Tag.PROBE) for buffer in buffers]
-    beside = _compute(transport, LONGER * alone)
+    during = _compute(transport, LONGER * alone)
     end = transport.now()
     transport.wait(*requests)
     waited = transport.now() - end
-    return max(0.0, 1.0 - waited / alone), max(0.0, 1.0 - beside / before)
+    return max(0.0, 1.0 - waited / alone), max(0.0, 1.0 - during / before)
 
 
 def _compute(transport: Transport, seconds: float) -> float:
-    """Compute for so long, without a poll for messages; products of matrices per second."""
+    """Compute for ``seconds`` without polling; return the matrix products per second."""
     if transport.models_time:
         transport.sleep(seconds)
         return 1.0

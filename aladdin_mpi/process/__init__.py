@@ -1,1 +1,1 @@
-"""The process itself: signals, errors that end it, what it prints."""
+"""The process: signals, fatal errors, console output and files."""

@@ -48,21 +48,21 @@ def clock(seconds: float) -> str:
 
 
 LAUNCHERS = frozenset({"mpirun", "mpiexec", "mpiexec.hydra", "prterun", "orterun"})
-"""Forward what ranks print to their own stderr."""
+"""Programs that forward the output of ranks to their own stderr."""
 HELPERS = frozenset({"prted", "orted", "hydra_pmi_proxy", "hydra_bstrap_pr", "slurmstepd"})
-"""Forward it to a launcher, which may be on another host. Linux cuts names to 15 characters."""
+"""Programs that forward output to a launcher, with names as Linux truncates them."""
 SRUN = "slurmstepd"
-"""With ``srun --pty`` the rank has a terminal of its own."""
+"""With ``srun --pty``, the rank itself has a terminal."""
 STDOUT, STDERR = 1, 2
 COLUMNS = 80
-"""Width of a terminal that does not report it."""
+"""Width of a terminal if it is unknown."""
 
 
 @dataclass(frozen=True)
 class Terminal:
-    """A terminal, or a stream that is written to as if it were one.
+    """A terminal, or a stream that is used like one.
 
-    ``descriptor`` reports its width; None: it is unknown.
+    ``descriptor`` is for querying the width; None if it is unknown.
     """
 
     stream: TextIO
@@ -70,22 +70,22 @@ class Terminal:
 
     @property
     def columns(self) -> int:
-        """Its width now, or if it is unknown the environment's ``COLUMNS``, or 80."""
+        """The present width, or else the environment's ``COLUMNS``, or 80."""
         columns = 0
         if self.descriptor is not None:
-            with suppress(OSError):  # it has been closed
+            with suppress(OSError):  # the terminal has been closed
                 columns = os.get_terminal_size(self.descriptor).columns
         given = os.environ.get("COLUMNS", "")
         return columns or (int(given) if given.isdecimal() else 0) or COLUMNS
 
 
 def find_terminal(stream: TextIO) -> Terminal | None:
-    """Return the terminal that shows ``stream``; None: none, or unknown."""
+    """Return the terminal that displays ``stream``; None if there is none or it is unknown."""
     if os.environ.get("TERM") == "dumb":
         return None
     try:
         own = stream.fileno()
-    except (OSError, ValueError, AttributeError):  # no file: a program catches what is printed
+    except (OSError, ValueError, AttributeError):  # no file: a program captures the output
         return None
     above = list(_forwarders())
     if all(name == SRUN for _, name in above):
@@ -99,7 +99,7 @@ def find_terminal(stream: TextIO) -> Terminal | None:
 def _forwarders() -> Iterator[tuple[int, str]]:
     """Yield pid and name of the processes that forward this one's output.
 
-    They are helpers, and the launcher, if it is on this host. Without /proc there are none.
+    These are helpers, and the launcher if it is on this host. Without /proc, none are known.
     """
     pid = os.getppid()
     while pid > 1:
@@ -107,7 +107,7 @@ def _forwarders() -> Iterator[tuple[int, str]]:
             stat = Path(f"/proc/{pid}/stat").read_text()
         except OSError:
             return
-        # pid (name) state parent ...; the name may hold anything.
+        # pid (name) state parent ...; the name may contain any characters.
         head, _, tail = stat.rpartition(")")
         name = head.partition("(")[2]
         if name in LAUNCHERS | HELPERS:
@@ -118,11 +118,11 @@ def _forwarders() -> Iterator[tuple[int, str]]:
 
 
 def _reads(pid: int, own: int) -> bool:
-    """Whether a process has the other end of this one's pipe ``own``."""
+    """Return whether a process has the other end of this one's pipe ``own``."""
     pipe = _target(Path(f"/proc/self/fd/{own}"))
     try:
         held = [_target(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
-    except OSError:  # it belongs to another user
+    except OSError:  # the process belongs to another user
         return False
     return pipe.startswith("pipe:") and pipe in held
 
@@ -130,7 +130,7 @@ def _reads(pid: int, own: int) -> bool:
 def _target(descriptor: Path) -> str:
     try:
         return os.readlink(descriptor)
-    except OSError:  # it has just been closed
+    except OSError:  # the descriptor has just been closed
         return ""
 
 
@@ -150,14 +150,14 @@ def _terminal_of(pid: int) -> Terminal | None:
 
 
 class _DirectWriter(StringIO):
-    """Writes to another process's terminal without waiting; what it does not take is lost."""
+    """A writer to another process's terminal that never waits; output may be lost."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
         self._descriptor = descriptor
 
     def write(self, text: str) -> int:
-        # After ``stty tostop`` it would stop this process, which is in the background.
+        # After ``stty tostop``, writing would stop this background process.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
         with suppress(OSError):
             os.write(self._descriptor, text.encode())
@@ -169,23 +169,23 @@ class Display(Protocol):
     """A display that is redrawn."""
 
     def aside(self) -> AbstractContextManager[None]:
-        """Hide the display in a block, for printing."""
+        """Hide the display within a block, for printing."""
 
     def close(self) -> None:
-        """Leave its last state on the screen; may be called again."""
+        """Leave the last state on the screen; may be called again."""
 
 
 _display: Display | None = None
 
 
 def show(display: Display) -> None:
-    """Print lines next to this display from now on."""
+    """Coordinate printed lines with this display from now on."""
     global _display
     _display = display
 
 
 def close() -> None:
-    """Close the display, if there is one."""
+    """Close the display, if any."""
     global _display
     display, _display = _display, None
     if display is not None:
@@ -195,8 +195,8 @@ def close() -> None:
 def say(text: str, stream: TextIO | None = None) -> None:
     """Print lines, by default on stderr.
 
-    In one piece: several ranks write to one file, and an unbuffered ``print`` would separate a
-    line from its end.
+    They are written in one piece: several ranks write to one file, and an unbuffered ``print``
+    would separate a line from its end.
     """
     with nullcontext() if _display is None else _display.aside():
         file = sys.stderr if stream is None else stream

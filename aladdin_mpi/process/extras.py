@@ -1,4 +1,4 @@
-"""Libraries that only some runs need: whether they are installed, and how to install them."""
+"""Optional libraries: checks whether they are installed, and how to install them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from aladdin_mpi.errors import UserError
 
 EXTRAS = {"matplotlib": "plots", "tensorboard": "tensorboard", "torchvision": "vision"}
-"""The extra of this package that installs each (``pyproject.toml``)."""
+"""The extra of this package that installs each library (``pyproject.toml``)."""
 
 
 def missing(*libraries: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Files that are complete or absent, and JSON without NaN."""
+"""Atomic writing of files, and JSON without NaN."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from aladdin_mpi.errors import UserError
 
 
 def written(value: Any, indent: int | None = None) -> str:
-    """Return ``value`` as JSON, with null in place of every number that is not finite."""
+    """Return ``value`` as JSON, with null for numbers that are not finite."""
     return json.dumps(_finite(value), indent=indent, allow_nan=False)
 
 
 def read(text: str | bytes) -> Any:
-    """Parse the JSON of :func:`written`, and numbers that are not finite, of older files, as None.
+    """Parse JSON; the NaN and infinite values of older files become None.
 
     Raises:
-        ValueError: it is no JSON.
+        ValueError: the text is not JSON.
     """
     return json.loads(text, parse_constant=lambda _: None)
 
@@ -40,13 +40,13 @@ def _finite(value: Any) -> Any:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Yield an empty file next to ``path`` that takes its place at the block's end.
+    """Yield an empty file next to ``path`` that replaces it at the end of the block.
 
-    After an exception ``path`` is as before, and no other file is left. The content is on disk
-    before it gets its name, so that a power failure leaves no empty file under it either. If
-    ``path`` is a link, the link is replaced. Raises OSError if it cannot be written.
+    After an exception, ``path`` is unchanged, and no other file remains. The content is on disk
+    before the file is renamed, so that a power failure leaves no empty file. If ``path`` is a link,
+    the link is replaced. Raises OSError if the file cannot be written.
     """
-    # The ending stays: some writers choose the format by it.
+    # The suffix is kept because some writers select the format by it.
     with _temporary(path, path.suffix) as temporary:
         yield temporary
         _sync(temporary)
@@ -54,26 +54,26 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file whole or not at all. Raises OSError if it cannot be written."""
+    """Write a file atomically. Raises OSError if it cannot be written."""
     with written_whole(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def write_new(path: Path, content: str) -> None:
-    """Write a file whole or not at all, and never over an existing one.
+    """Write a file atomically, without replacing an existing one.
 
     Raises:
-        FileExistsError: there is one, also one that has appeared in the meantime.
+        FileExistsError: the file exists, even if it was created in the meantime.
         OSError: it cannot be written.
     """
     with _temporary(path) as temporary:
         temporary.write_text(content, encoding="utf-8")
         _sync(temporary)
-        os.link(temporary, path)  # unlike a rename it fails if there is a file
+        os.link(temporary, path)  # unlike a rename, it fails if the file exists
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open a file, which is made if it is missing; ``flags`` as for ``os.open``.
+    """Open a file, and create it if it is missing; ``flags`` as for ``os.open``.
 
     Raises:
         UserError: it is a symbolic link.
@@ -88,19 +88,19 @@ def open_own(path: Path, flags: int) -> int:
 
 
 def append(path: Path, content: str | bytes) -> None:
-    """Append to a file, which is made if it is missing. Raises as :func:`open_own`."""
+    """Append to a file, and create it if it is missing. Raises the errors of :func:`open_own`."""
     with open(open_own(path, os.O_WRONLY | os.O_APPEND), "ab") as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 def check_own_folder(path: Path) -> None:
-    """Raise UserError if a folder of the program's own is a symbolic link."""
+    """Raise UserError if a folder that the program manages is a symbolic link."""
     if path.is_symlink():
         raise _is_link(path, "a folder")
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder and its contents, or a file, or a link alone; raises OSError if it cannot."""
+    """Remove a folder with its contents, a file, or only a link. Raises OSError on failure."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
     else:
@@ -116,9 +116,9 @@ def _is_link(path: Path, kind: str) -> UserError:
 
 @contextmanager
 def _temporary(path: Path, ending: str = "") -> Iterator[Path]:
-    """Make an empty file next to ``path`` for the block, of a random name.
+    """Create an empty file with a random name next to ``path``, for the block.
 
-    Processes of several hosts, which number theirs alike, may write to one folder.
+    Process numbers would not be unique if several hosts write to one folder.
     """
     temporary = path.with_name(f".{path.stem}.{uuid4().hex}.tmp{ending}")
     temporary.touch(exist_ok=False)  # O_EXCL: never through a link

@@ -1,4 +1,4 @@
-"""Errors and signals of a process: no rank may leave the others hanging."""
+"""Errors and signals of a process, handled so that no rank waits for one that has ended."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from aladdin_mpi.errors import (
 from aladdin_mpi.process import console
 
 FLUSH_SECONDS = 0.3
-"""Time for the launcher to pass on output before the job is ended."""
+"""Time for the launcher to forward output before the job is ended."""
 YIELD_SECONDS = 3.0
 """Time for another rank to report the error."""
 TURN_SECONDS = 1.0
-"""Time for a worker to report its error and end the job, before the next one does."""
+"""Time for a worker to report its error and end the job before the next one does."""
 AGAIN = "start the job again"
 """The remedy if a rank is lost before the run has begun."""
 LAST_TURN = 3
-"""The ranks from here on do not wait for each other."""
+"""Ranks from this one on do not wait for each other."""
 
 remedy: Callable[[], str] = str
-"""Returns how to continue after the job has ended in mid-training."""
+"""Returns how to continue after the job has ended during training."""
 _last: list[Callable[[], None]] = []
 _LIBRARY = Path(os.__file__).parent
 _ending = threading.Lock()
@@ -55,7 +55,7 @@ class TerminatedError(BaseException):
 
 
 def run_guarded(main: Callable[[], int]) -> int:
-    """Run a command's ``main`` and return its status; an error is reported and ends the job.
+    """Run a command's ``main`` and return its status; report an error and end the job.
 
     Imports belong inside ``main``, so that an error in them is caught as well.
     """
@@ -71,29 +71,29 @@ _terminated: TerminatedError | None = None
 
 
 def install() -> None:
-    """Make every uncaught error of this process end the whole job."""
+    """Install handlers by which every uncaught error of this process ends the whole job."""
     if _is_interactive():
         return
     sys.excepthook = lambda kind, error, trace: end_job(error)
     threading.excepthook = _end_in_thread
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
-        # A script that is alone may catch KeyboardInterrupt to end its training early.
+        # A script with one process may catch KeyboardInterrupt to end its training early.
         if launched_place()[1] > 1:
             signal.signal(signal.SIGINT, _terminate)
 
 
-# Batch systems send them before a time limit, so that a run is saved: see hooks/suspension.py.
+# Batch systems send them before a time limit; see hooks/suspension.py.
 SUSPEND_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 _received: list[signal.Signals] = []
 
 
 def note_suspend_signals() -> None:
-    """Note these signals from now on; a handler of the program's own stays."""
+    """Record :data:`SUSPEND_SIGNALS` from now on, unless the program has its own handler."""
     if threading.current_thread() is not threading.main_thread():
         return
     for number in SUSPEND_SIGNALS:
-        # Also over its own handler: some MPIs replace it when they start.
+        # Reinstall it, as some MPIs replace the handler when they start.
         if signal.getsignal(number) in (signal.SIG_DFL, signal.SIG_IGN, None, _note):
             signal.signal(number, _note)
     atexit.unregister(_ignore_suspend_signals)
@@ -101,7 +101,7 @@ def note_suspend_signals() -> None:
 
 
 def suspend_signal() -> signal.Signals | None:
-    """Return the first of them that this process has received."""
+    """Return the first suspend signal that this process has received, or None."""
     return _received[0] if _received else None
 
 
@@ -110,28 +110,28 @@ def _note(number: int, frame: FrameType | None) -> None:
 
 
 def _ignore_suspend_signals() -> None:
-    """Keep Python from restoring their default at its end, which is to kill."""
+    """Ignore the signals at exit: Python would restore the default, which kills the process."""
     for number in SUSPEND_SIGNALS:
         if signal.getsignal(number) is _note:
             signal.signal(number, signal.SIG_IGN)
 
 
 def _is_interactive() -> bool:
-    """Whether this is a notebook or a prompt, where errors and Ctrl-C do not end the process."""
+    """Return whether this is a notebook or a prompt, which errors and Ctrl-C do not end."""
     return launched_place()[1] == 1 and (hasattr(sys, "ps1") or bool(sys.flags.interactive))
 
 
 def _end_in_thread(args: threading.ExceptHookArgs) -> None:
-    # As in any program sys.exit() ends only its thread, if it is the user's; see no_exit for ours.
+    # sys.exit() in a user's thread ends only that thread, as in any program; see also no_exit.
     if not isinstance(args.exc_value, SystemExit):
         end_job(args.exc_value or SystemExit(1))
 
 
 @contextmanager
 def no_exit() -> Iterator[None]:
-    """Turn a call of ``sys.exit`` in the user's code into a UserError that says where it was.
+    """Turn a call of ``sys.exit`` in the user's code into a UserError with its location.
 
-    A rank that leaves in the middle of a run leaves the others waiting, and reports nothing.
+    A rank that exits during a run would leave the others waiting, without an error message.
     """
     try:
         yield
@@ -142,10 +142,10 @@ def no_exit() -> Iterator[None]:
 
 
 def exit_called(error: SystemExit) -> UserError:
-    """Return the error of a call of ``sys.exit`` in the middle of a run."""
+    """Return the error for a call of ``sys.exit`` during a run."""
     given = "" if error.code is None else repr(error.code)
     frames = traceback.extract_tb(error.__traceback__)
-    # The innermost line that is not Python's own, such as argparse's.
+    # The innermost line outside the standard library (argparse, for example).
     last = ([each for each in frames if Path(each.filename).parent != _LIBRARY] or frames)[-1]
     return UserError(
         f"{last.filename}, line {last.lineno}, in {last.name}: sys.exit({given}) was called "
@@ -154,7 +154,7 @@ def exit_called(error: SystemExit) -> UserError:
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:
-    # A second signal ends the process at once, whatever it is cleaning up.
+    # A second signal ends the process at once, even during cleanup.
     signal.signal(signum, signal.SIG_DFL)
     global _terminated
     _terminated = TerminatedError(signum)
@@ -162,22 +162,22 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
 
 
 def warn(texts: Iterable[str]) -> None:
-    """Print warnings; on one rank."""
+    """Print warnings, on the rank that calls it."""
     for text in texts:
         console.say(f"aladdin_mpi: warning: {text}")
 
 
 def end_job(error: BaseException) -> None:
-    """Report ``error`` and end the job on every rank; does not return."""
-    if not _ending.acquire(blocking=False):  # it is never released
-        time.sleep(2 * YIELD_SECONDS)  # the first caller ends the process meanwhile
+    """Report ``error`` and end the job on every rank; never return."""
+    if not _ending.acquire(blocking=False):  # the lock is never released
+        time.sleep(2 * YIELD_SECONDS)  # the first caller ends the process
         os._exit(1)
     if threading.current_thread() is threading.main_thread():
-        # The launcher ends the others, and so this one: it reports first.
+        # Another rank may end the job, and with it this one, before it has reported.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    console.close()  # what is printed now is not drawn over
+    console.close()  # the display must not overwrite the report
     rank, size = launched_place()
-    error = _terminated or error  # what was interrupted may have failed in some other way
+    error = _terminated or error  # the interrupted code may have raised another error
     if isinstance(error, KeyboardInterrupt):
         error = TerminatedError(signal.SIGINT)
     status, where = 1, f" (rank {rank})" if size > 1 else ""
@@ -190,7 +190,7 @@ def end_job(error: BaseException) -> None:
         if isinstance(error.code, str):
             console.say(error.code)
     elif isinstance(error, RefusedError):
-        leave(0)  # the status is that of the rank which says why
+        leave(0)  # the rank that reports the reason determines the status
     elif isinstance(error, ExcludedError):
         console.say(f"aladdin_mpi: {error}")
         leave(0)
@@ -208,7 +208,7 @@ def end_job(error: BaseException) -> None:
         if error.agreed:
             leave(status)
     elif isinstance(error, (LostError, PeerFailedError)):
-        # Rank 0 reports, of its own failure rank 1. In virtual time one process is all ranks.
+        # Rank 0 reports, or rank 1 if rank 0 has failed. A simulation has one process.
         failed = error.rank if isinstance(error, PeerFailedError) else None
         if failed is not None and size > 1 and rank != (1 if failed == 0 else 0):
             time.sleep(YIELD_SECONDS)
@@ -227,10 +227,10 @@ def end_job(error: BaseException) -> None:
 
 
 def _await_turn(rank: int, size: int) -> None:
-    """Let the ranks before this one go first.
+    """Wait until the ranks before this one have had time to report.
 
-    All workers run one loop and make the same mistake in it. The first to report it ends the job,
-    and with it those that wait here.
+    All workers run the same loop with the same error. The first one to report it ends the job,
+    including the ranks that wait here.
     """
     turn = min(rank - 1, LAST_TURN)
     if size == 1 or turn <= 0 or threading.current_thread() is not threading.main_thread():
@@ -246,7 +246,7 @@ def _and_then(otherwise: str = "") -> str:
 
 
 def launched_place() -> tuple[int, int]:
-    """Return rank and size, from the launcher if MPI has not started; (0, 1) without one."""
+    """Return rank and size, from the launcher if MPI has not started; (0, 1) without a launcher."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         return mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
@@ -268,7 +268,7 @@ def _abort(status: int, size: int) -> None:
         try:
             from mpi4py import MPI
 
-            # Open MPI forgets the status of an abort when all others have died.
+            # Open MPI loses the status of an abort if all other ranks have failed.
             if not (_leaves_by_itself() and MPI.COMM_WORLD.Get_failed().size == size - 1):
                 MPI.COMM_WORLD.Abort(status)
         except ImportError:
@@ -277,23 +277,23 @@ def _abort(status: int, size: int) -> None:
 
 
 def _leaves_by_itself() -> bool:
-    """Whether ranks end without MPI_Finalize, see :mod:`aladdin_mpi.transport.mpi.library`."""
+    """Return whether ranks end without MPI_Finalize; see :mod:`.transport.mpi.library`."""
     mpi4py = sys.modules.get("mpi4py")
     return mpi4py is not None and mpi4py.rc.finalize is False
 
 
 def before_leaving(action: Callable[[], None]) -> None:
-    """Run ``action`` at the end of this process, if it ends by itself."""
+    """Run ``action`` at the end of this process, unless it is killed."""
     atexit.register(action)
-    _last.append(action)  # for :func:`leave`, which does without atexit
+    _last.append(action)  # for :func:`leave`, which bypasses atexit
 
 
 def leave(status: int) -> None:
-    """Exit when every rank does so by itself; does not return."""
+    """Exit this process when every rank exits by itself; never return."""
     sys.stdout.flush()
     sys.stderr.flush()
     if threading.current_thread() is threading.main_thread():
-        # Open MPI ends the others as soon as the first has left with an error.
+        # Open MPI ends the others as soon as the first rank exits with an error.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for action in _last:
         action()
@@ -305,7 +305,7 @@ def leave(status: int) -> None:
 
 @contextmanager
 def quiet_unless_first(rank: int) -> Iterator[None]:
-    """Discard stdout but on rank 0, while all ranks do the same."""
+    """Discard stdout on all ranks but rank 0."""
     if rank == 0:
         yield
         return

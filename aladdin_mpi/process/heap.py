@@ -1,4 +1,4 @@
-"""Memory that the process has freed: how often it is searched for, and whether it is kept."""
+"""Freed memory of the process: garbage collection, and memory kept by the C library."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from contextlib import contextmanager
 from functools import cache
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Of glibc's <malloc.h>."""
+"""Constants of glibc's <malloc.h>."""
 LARGEST = 1 << 30
-"""Bytes of blocks taken from the heap, and of free memory kept at its end."""
+"""Largest block on the heap, and most free memory kept at its end, in bytes."""
 CHOSEN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-"""Environment variables by which a user decides about it."""
+"""Environment variables with which users configure the allocator."""
 SELDOM = (20_000, 20, 100)
-"""In place of Python's (700, 10, 10): see `gc.set_threshold`."""
+"""Thresholds for `gc.set_threshold`, instead of Python's (700, 10, 10)."""
 
 
 @contextmanager
 def collected_seldom() -> Iterator[None]:
-    """Let Python collect cycles less often in the block.
+    """Let Python collect cycles less often within the block.
 
-    With a thousand simulated ranks, whose many objects live on, that saves a fifth of the time.
+    With a thousand simulated ranks, whose objects are long-lived, this saves a fifth of the time.
     """
     before = gc.get_threshold()
     gc.set_threshold(*SELDOM)
@@ -35,11 +35,11 @@ def collected_seldom() -> Iterator[None]:
 
 @cache
 def keep_freed() -> bool:
-    """Let glibc keep large freed blocks; return whether it does so from now on.
+    """Let glibc keep large freed blocks, and return whether it does.
 
-    Otherwise the system replaces them by zeroed pages, with one fault for every 4 KB, in each step
-    for all activations and gradients. torch keeps a GPU's memory itself. If one of `CHOSEN` is
-    set, or the C library is not glibc, nothing changes.
+    Otherwise the system replaces them by zeroed pages in each step, for all activations and
+    gradients, with a page fault per 4 KB. torch itself keeps a GPU's memory. Nothing changes if one
+    of `CHOSEN` is set, or if the C library is not glibc.
     """
     if any(name in os.environ for name in CHOSEN):
         return False

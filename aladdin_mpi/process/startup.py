@@ -1,4 +1,4 @@
-"""The watchdog over the start of a job: a process that ends the job if the ranks never meet."""
+"""The startup watchdog: a process that ends the job if the ranks do not connect in time."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from typing import NamedTuple
 from aladdin_mpi.process import guard
 
 ENDS = signal.SIGXCPU
-"""Ends a rank while it starts, with this as its exit status: after a death by a signal ULFM lets
-the job continue. (SIGHUP is blocked while MPI starts.)"""
+"""Signal that ends a starting rank, which then exits with this number as its status: if a signal
+killed it, ULFM would let the job continue. (SIGHUP is blocked while MPI starts.)"""
 BEGINS = "for its program to start"
 SLICE = 1.0
-"""Seconds between two readings of the clock. Much more means that the whole job stood still."""
+"""Seconds between two readings of the clock; a longer interval means that the job was stopped."""
 SPOKEN_SECONDS = 10.0
-"""Time for the other watchers of this host to see that one has reported for all."""
+"""Time for the other watchdogs of this host to detect that one has reported for all."""
 TURN_SECONDS = 2.0
 """Time for a rank to report before the next one does: the launcher ends the job then."""
 LAST_TURN = 3
-"""The ranks from here on do not wait for each other."""
-DEATH_SECONDS = 1.0
-"""Time for a rank to end by itself; one that is stopped does not."""
+"""Ranks from this one on do not wait for each other."""
+EXIT_SECONDS = 1.0
+"""Time for a rank to end by itself, which a stopped one does not."""
 
 
 def _detach(keep: int) -> None:
-    """Close the parent's files but a pipe and stderr: open pipes would keep the launcher alive."""
-    gc.disable()  # what is freed here is the parent's
+    """Close the parent's files but a pipe and stderr: open pipes keep the launcher running."""
+    gc.disable()  # objects freed here belong to the parent
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     try:
-        found = {int(name) for name in os.listdir("/proc/self/fd")}
+        descriptors = {int(name) for name in os.listdir("/proc/self/fd")}
     except OSError:
-        found = set(range(1024))
-    for descriptor in found - {keep, 2}:
+        descriptors = set(range(1024))
+    for descriptor in descriptors - {keep, 2}:
         with suppress(OSError):
             os.close(descriptor)
 
@@ -53,7 +53,7 @@ def _detach(keep: int) -> None:
 def _watch_parent(pipe: int, rank: int, pid: int, job: str, limit: float) -> None:
     """End the parent ``pid`` if its start takes too long, until the pipe's other end is closed.
 
-    ``limit`` is the seconds for each thing that it waits for, until it says otherwise.
+    ``limit`` is the longest wait in seconds per step of the start, until the parent sets another.
     """
     poll = select.poll()
     poll.register(pipe, select.POLLIN)
@@ -61,18 +61,18 @@ def _watch_parent(pipe: int, rank: int, pid: int, job: str, limit: float) -> Non
     turn = TURN_SECONDS * min(rank, LAST_TURN)
     what, is_own_work, computed = BEGINS, True, ""
     while waited < limit + turn:
-        told = os.read(pipe, 4096) if poll.poll(1000 * SLICE) else None
+        message = os.read(pipe, 4096) if poll.poll(1000 * SLICE) else None
         now = time.monotonic()
         before, computed = computed, _computing_time(pid)
         if not is_own_work or before == computed:
             waited += min(now - last, 2 * SLICE)
         last = now
-        if told == b"":
+        if message == b"":
             return
-        for line in (told or b"").decode().splitlines():
+        for line in (message or b"").decode().splitlines():
             seconds, own, what = line.split("\t")
             limit, is_own_work, waited = float(seconds), own == "1", 0.0
-    if os.getppid() == pid:  # it has not ended by itself
+    if os.getppid() == pid:  # the parent has not ended by itself
         _end_parent(
             pid,
             job,
@@ -89,7 +89,7 @@ def _end_parent(pid: int, job: str, report: str) -> None:
         os.write(2, report.encode())
     os.close(2)
     os.kill(pid, ENDS)
-    until = time.monotonic() + DEATH_SECONDS
+    until = time.monotonic() + EXIT_SECONDS
     while os.getppid() == pid and time.monotonic() < until:
         time.sleep(0.01)
     if os.getppid() == pid:
@@ -107,7 +107,7 @@ def _job_of(launcher: int) -> str:
 
 
 def _computing_time(pid: int) -> str:
-    """Return the computing time of a process; always the same if it is unknown."""
+    """Return the CPU time of a process as text; constant if it is unknown."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return " ".join(file.read().rpartition(")")[2].split()[11:13])
@@ -116,11 +116,11 @@ def _computing_time(pid: int) -> str:
 
 
 _reporting: socket.socket | None = None
-"""Has a name that no other process of this host has at the same time."""
+"""Socket whose name only one process of this host can have at a time."""
 
 
 def _is_first_of_host(job: str) -> bool:
-    """Whether no other rank of the job has reported on this host: one line is enough."""
+    """Return whether no other rank of the job has reported on this host, as one line is enough."""
     global _reporting
     if not sys.platform.startswith("linux"):
         return True
@@ -135,7 +135,7 @@ def _is_first_of_host(job: str) -> bool:
 UNKNOWN = 1800.0
 """Seconds for each step of the start until the options are known; the default of ``--timeout``."""
 LEAST, MEETING_LEAST = 15.0, 60.0
-"""Least seconds for a step; the second after unequal work of ranks: loading torch, and data."""
+"""Least seconds for a step; the second follows work that differs by rank, such as loading data."""
 
 MPI_STARTS = "for all ranks to start MPI"
 LIBRARIES_LOAD = "for its own libraries, such as torch, to be loaded"
@@ -143,7 +143,7 @@ RANKS_MEET = "for all ranks to make their communicators"
 
 
 class _Watch(NamedTuple):
-    """The process that watches, the pipe to it, and this one's former handler of `ENDS`."""
+    """The watchdog process, the pipe to it, and this process's previous handler of `ENDS`."""
 
     pid: int
     pipe: int
@@ -155,9 +155,9 @@ _limit = UNKNOWN
 
 
 def begin(limit: float | None = None) -> None:
-    """Watch this rank's start from now on, unless it is alone or has started MPI already.
+    """Watch this rank's start from now on, unless it is the only rank or has started MPI already.
 
-    ``limit`` as in :func:`expect`; None: it is not known yet.
+    ``limit`` as in :func:`expect`; None if it is not known yet.
     """
     global _watch, _limit
     rank, size = guard.launched_place()
@@ -167,13 +167,13 @@ def begin(limit: float | None = None) -> None:
     with suppress(OSError):  # without another process the start is not watched
         _limit = UNKNOWN if limit is None else limit
         pid, pipe = _fork(rank, max(_limit, LEAST))
-        # By the C library's own function: MPI_Init lets no handler of Python run.
+        # A function of the C library, as Python's handlers do not run during MPI_Init.
         leave = ctypes.cast(ctypes.CDLL(None)._exit, ctypes.c_void_p).value
         _watch = _Watch(pid, pipe, _handle(leave))
 
 
 def typed_limit(words: Sequence[str]) -> float | None:
-    """Return ``--timeout`` of a command line that has not been parsed yet, if it is there."""
+    """Return ``--timeout`` of a command line that has not been parsed yet, if given."""
     for word, following in zip_longest(words, words[1:], fillvalue=""):
         name, is_given, value = word.partition("=")
         if name == "--timeout":
@@ -183,26 +183,26 @@ def typed_limit(words: Sequence[str]) -> float | None:
 
 
 def expect(what: str, limit: float | None = None, least: float | None = None) -> None:
-    """Tell the watcher what this rank waits for from now on.
+    """Report to the watchdog the event for which this rank waits.
 
     Args:
         what: one of the texts above.
-        limit: longest time in seconds, for this and what follows; None: as before.
-        least: lower bound of ``limit`` for this; None: `LEAST`.
+        limit: longest wait in seconds, for this and later events; None: unchanged.
+        least: lower bound of ``limit`` for this event; None: `LEAST`.
     """
     global _limit
     if _watch is None:
         return
     _limit = _limit if limit is None else limit
     seconds = max(_limit, LEAST if least is None else least)
-    # A rank that computes is slow, not held up: its cores may be busy.
+    # A computing rank does not wait; it may be slow because its cores are busy.
     is_own_work = int(what == LIBRARIES_LOAD)
     with suppress(OSError):
         os.write(_watch.pipe, f"{seconds}\t{is_own_work}\t{what}\n".encode())
 
 
 def end() -> None:
-    """End the watch: the ranks have met, and each wait has a limit of its own from now on."""
+    """End the watch: the ranks have connected, and each later wait has its own limit."""
     global _watch
     if _watch is None:
         return
@@ -219,7 +219,7 @@ def _fork(rank: int, limit: float) -> tuple[int, int]:
     parent, launcher = os.getpid(), os.getppid()
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        # About threads, which the program may have by now: the child needs none of their locks.
+        # Warns of threads in the program, whose locks the child does not need.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
@@ -233,7 +233,7 @@ def _fork(rank: int, limit: float) -> tuple[int, int]:
 
 
 def _handle(handler: int | None) -> int | None:
-    """Let a function of C handle `ENDS`; return the one before. None: the default."""
+    """Let a C function handle `ENDS`; return the previous handler, None for the default."""
     set_handler = ctypes.CDLL(None).signal
     set_handler.argtypes, set_handler.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
     before: int | None = set_handler(ENDS, handler)

@@ -1,1 +1,1 @@
-"""One rank of a run, from its options to its results."""
+"""The life cycle of a run on one rank: from its options to its results."""

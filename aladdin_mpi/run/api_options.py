@@ -1,4 +1,4 @@
-"""What a script asks of `DataParallel`, checked, and the options that follow from it."""
+"""Checks of the arguments of `DataParallel`, and the options that result from them."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ NO_EFFECT = {
     "check_images": "check the images beforehand",
     "evaluate_on": "note that rank 0 calls evaluate() with a module on its CPU",
 }
-"""Options that only the built-in training follows, and what to do in a loop of one's own."""
+"""Options of the built-in training alone, and what a custom training loop does instead."""
 _ARGUMENTS = {leaf.flag: as_argument(path) for path, leaf in leaves(RunOptions).items()}
 
 
 def check_effect(given: Collection[str]) -> None:
-    """Refuse arguments that would have no effect.
+    """Refuse arguments that have no effect in a custom training loop.
 
     Raises:
-        UserError: names the first of them.
+        UserError: names the first such argument.
     """
     for name in NO_EFFECT:
         if name in given:
@@ -60,8 +60,8 @@ def check_effect(given: Collection[str]) -> None:
 
 
 @contextmanager
-def in_own_words() -> Iterator[None]:
-    """Errors from in here name arguments, such as ``max_loss``, and not ``--max-loss``."""
+def naming_arguments() -> Iterator[None]:
+    """Make errors raised inside name arguments, such as ``max_loss``, instead of ``--max-loss``."""
     try:
         yield
     except ClosedError:
@@ -71,19 +71,19 @@ def in_own_words() -> Iterator[None]:
 
 
 def as_arguments(text: str) -> str:
-    """``text`` with each option of the command line as an argument of DataParallel."""
-    return re.sub(r"--[a-z][a-z-]*", lambda found: _ARGUMENTS.get(found[0], found[0]), text)
+    """Replace each command-line option in ``text`` by the argument of DataParallel."""
+    return re.sub(r"--[a-z][a-z-]*", lambda match: _ARGUMENTS.get(match[0], match[0]), text)
 
 
-FOR_SEVERAL = ("servers", "wire", "checksum", "compression", "dgc")
-"""Settings that mean nothing to one process."""
+PARALLEL_ONLY = ("servers", "wire", "checksum", "compression", "dgc")
+"""Settings that have no meaning for a single process."""
 
 
 def check_given(module: object, evaluate: object, settings: dict[str, Any]) -> None:
-    """Check the arguments that are no options.
+    """Check the arguments that are not options.
 
     Raises:
-        UserError: one is not what it has to be, or has no effect.
+        UserError: an argument has the wrong type, or no effect.
     """
     check_effect(settings.keys())
     if not isinstance(module, nn.Module):
@@ -101,7 +101,7 @@ def check_given(module: object, evaluate: object, settings: dict[str, Any]) -> N
 def agreed_options(
     transport: Transport, options: RunOptions | None, settings: dict[str, Any], module: nn.Module
 ) -> RunOptions:
-    """The options of the run; for a run that is complete the program ends here."""
+    """Return the options of the run; exit the program if the run is complete already."""
     if options is not None:
         all_or_none(transport, lambda: _check_no_settings(settings))
         return options
@@ -115,7 +115,7 @@ def agreed_options(
 
 
 def _named(settings: dict[str, Any], module: nn.Module) -> Settings:
-    """Arguments as settings; the commands' defaults name a model and data that these are not."""
+    """Return arguments as settings, with names for the model and data of the script."""
     named = {"model": type(module).__name__, "dataset": OWN_DATA, **settings}
     return {
         (current_name(RunOptions, name),): Setting(value, name) for name, value in named.items()
@@ -125,14 +125,14 @@ def _named(settings: dict[str, Any], module: nn.Module) -> Settings:
 def simulated_options(
     rank: SimulatedRank, settings: dict[str, Any], module: nn.Module
 ) -> SimulateOptions:
-    """The options of a script in virtual time: those typed go over its own."""
+    """Return the options of a simulated script; the command line overrides the script."""
     return build(SimulateOptions, overlay(SimulateOptions, _named(settings, module), rank.typed))
 
 
 def for_one_process(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings with which one process trains, for debugging, what was written for several.
+    """Return settings for one process, to debug a script that is written for several.
 
-    With one worker every algorithm is plain training, and ar-sgd needs no server for it.
+    With one worker, every algorithm is plain training; ar-sgd needs no server for it.
     """
     name = settings.get("algorithm", RunOptions.model_fields["algorithm"].default)
     algorithm = find_algorithm(name)
@@ -141,7 +141,7 @@ def for_one_process(settings: dict[str, Any]) -> dict[str, Any]:
     if not settings.get("quiet", False):
         alone = f"one process trains alone, with ar-sgd; to use {name}, run mpirun -np 3 or more"
         guard.warn([alone])
-    kept = {name: value for name, value in settings.items() if name not in FOR_SEVERAL}
+    kept = {name: value for name, value in settings.items() if name not in PARALLEL_ONLY}
     return {**kept, "algorithm": "ar-sgd"}
 
 

@@ -1,4 +1,4 @@
-"""Builds a rank from its options and the user's inputs."""
+"""Assembly of a rank from its options and the user's inputs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from aladdin_mpi.run.handshake import check_agreement
 from aladdin_mpi.run.rank import Rank
 from aladdin_mpi.run.report import not_written
 from aladdin_mpi.run.run_folder import OpenFolder
-from aladdin_mpi.run.takeover import Takeover, take_over, tell
+from aladdin_mpi.run.takeover import Takeover, print_takeover, take_over
 from aladdin_mpi.session.building import (
     Computing,
     make_optimizer,
@@ -67,13 +67,13 @@ class UserTask:
         compute: see :class:`Worker`; ``on_empty`` and ``may_clip`` likewise.
         may_draw: whether computing may draw random numbers.
         evaluate: see :class:`.Evaluations`.
-        optimizer: None: momentum SGD.
-        schedule: factor of the learning rate by the samples drawn; None: as the options say.
+        optimizer: the user's; None for momentum SGD.
+        schedule: factor of the learning rate by samples drawn; None for the options' schedule.
         state: of the user's loop, for checkpoints.
-        skipped: where the data set notes images that it skips, if it does.
+        skipped: the dataset's record of skipped images, if it skips any.
         origin: of the run.
-        project: what the script applies to parameters after each step.
-        whole: samples in whose multiples segments of the run end.
+        project: projections that the script applies to parameters after each step.
+        whole: segments of the run end at multiples of this number of samples.
     """
 
     epoch: int
@@ -103,8 +103,8 @@ def assemble(
 ) -> Rank:
     """Build a rank, from its checkpoint if the run is resumed. Every rank calls it.
 
-    The order is that in which the ranks have to agree. ``module`` is on its device. With
-    ``takeover`` the run continues from the state of a former group of ranks. ``others`` are hooks
+    All ranks must take these steps in the same order. ``module`` is on its device. With
+    ``takeover``, the run continues from the state of a former group of ranks. ``others`` are hooks
     of the caller.
 
     Raises:
@@ -152,7 +152,7 @@ def _assemble_in(
     skips = SkipReports(transport, task.skipped)
     role = all_or_none(transport, lambda: _role(context, task, plan, lr, local, optimizer, skips))
     with _on_error(role.close):
-        # It outlives this rank, so it must not hold it, with all its vectors.
+        # The remedy outlives this rank, so it must not hold a reference to it and its vectors.
         guard.remedy = partial(_remedy, folder.path)
         first = transport.rank == 0
         metrics = Metrics(folder.path) if first else None
@@ -183,7 +183,7 @@ def _assemble_in(
 
 @contextmanager
 def _on_error(undo: Callable[[], None]) -> Iterator[None]:
-    """If a rank cannot be built, others may use its module and its folder."""
+    """Call ``undo`` on an error, so that others can use the rank's module and folder."""
     try:
         yield
     except BaseException:
@@ -217,10 +217,10 @@ def _role(
         return make_server(context, optimizer, wire, lr)
 
     def advance(lease: SampleLease) -> None:
-        """A step is complete.
+        """Advance the learning-rate schedule and project the parameters after a step.
 
-        The schedule goes by the samples that all have drawn: as far as it would in one process,
-        and no further with a fast worker. Where the run is so many steps, those are its steps.
+        The schedule follows the samples drawn by all workers, as in one process, so that a fast
+        worker does not advance it further. With ``--steps`` it follows the steps of the run.
         """
         optimizer.advance((lease.start + lease.whole) // plan.schedule_step)
         if context.projections:
@@ -241,22 +241,22 @@ def _begin(
     folder: Path,
     takeover: Takeover | None,
 ) -> None:
-    """At rank 0: begin the run, or resume it, and print how it was set up."""
+    """Begin or resume the run at rank 0, and print its set-up."""
     if takeover is None and context.options.resume is not None and not coordinator.budget.used_up:
         run_folder.reopen(folder, context.options)
     coordinator.begin()
     if context.options.quiet:
         return
     if takeover is not None:
-        tell(context, takeover)
+        print_takeover(context, takeover)
         return
-    texts = [role.describe(), _prospects(context), not_written()]
+    texts = [role.describe(), _fault_tolerance(context), not_written()]
     if text := "\n".join(filter(None, texts)):
         console.say(text, sys.stdout)
 
 
-def _prospects(context: Context) -> str:
-    """What becomes of the run if a worker dies, where something can be done."""
+def _fault_tolerance(context: Context) -> str:
+    """Describe the effect of a rank's failure if MPI has ULFM; else return an empty string."""
     if context.transport.models_time or not context.transport.survives:
         return ""
     if context.transport.is_revoked(without=0):

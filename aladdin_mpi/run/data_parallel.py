@@ -1,4 +1,4 @@
-"""The public interface: one's own training loop, in parallel."""
+"""The public interface: data parallelism for custom training loops."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from aladdin_mpi.run.api_options import (
     agreed_options,
     check_given,
     for_one_process,
-    in_own_words,
+    naming_arguments,
     simulated_options,
 )
 from aladdin_mpi.run.assembly import UserTask, assemble
@@ -41,11 +41,11 @@ from aladdin_mpi.run.ending import Ending, end_other_run
 from aladdin_mpi.run.handshake import with_bucket_size
 from aladdin_mpi.run.job import TIMEOUT, choose_device, start_mpi
 from aladdin_mpi.run.loop import Loop, LoopWatch
-from aladdin_mpi.run.placement import bind_to_near, tell_placement
+from aladdin_mpi.run.placement import bind_to_near, print_placement
 from aladdin_mpi.run.rank import Rank
-from aladdin_mpi.run.script import OptionsFound, simulated_rank
+from aladdin_mpi.run.script import OptionsResolved, simulated_rank
 from aladdin_mpi.run.takeover import LoopProgress, Takeover
-from aladdin_mpi.run.training_data import NO_BATCH, Batches, Delivery, Epoch, TrainingData, deal
+from aladdin_mpi.run.training_data import NO_BATCH, Batches, Delivery, Epoch, TrainingData, prepare
 from aladdin_mpi.session.coordinator import RunHook
 from aladdin_mpi.session.user_optimizer import OptimizerInput, resolve, settings_for
 from aladdin_mpi.transport.base import Transport, once
@@ -53,7 +53,7 @@ from aladdin_mpi.transport.checksums import ChecksumTransport
 
 
 class DataParallel:
-    """Trains a module with one of the algorithms, inside the user's own loop.
+    """Data-parallel training of a module, inside the user's training loop.
 
     Every rank runs the same script::
 
@@ -63,44 +63,44 @@ class DataParallel:
             loss.backward()
             run.step(loss)
 
-    Only workers iterate; a server serves inside :meth:`batches`, which gives it no batch. After
-    the loop every rank's ``model`` is the trained global model, and ``summary`` has the run's
-    figures at rank 0. The optimizer is part of the algorithm: :meth:`step` makes its step, or
-    sends what the step is made of.
+    Only workers iterate. A server serves inside :meth:`batches`, which yields no batch there.
+    After the loop, every rank's ``model`` is the trained global model, and ``summary`` has the
+    run's figures at rank 0. The optimizer is part of the algorithm: :meth:`step` makes the
+    optimizer's step, or sends the gradient for it.
 
-    The length is one of ``epochs``, ``samples`` and ``steps``; a step is ``batch_size`` times
+    Set the length by one of ``epochs``, ``samples`` and ``steps``; a step is ``batch_size`` times
     ``accumulate`` samples of every worker.
 
-    A worker's ``state``, a dict of tensors, numbers, strings, lists and dicts, is saved with the
-    checkpoints as it is at :meth:`step`, and restored when the loop of a resumed run begins.
+    Checkpoints contain each worker's ``state``, a dict of tensors, numbers, strings, lists and
+    dicts, as of the last :meth:`step`. It is restored when the loop of a resumed run begins.
 
-    A signal SIGUSR1 or SIGUSR2 at any rank, as batch systems send before a time limit, ends
-    the loop: the run is saved, and the loop raises
-    :class:`aladdin_mpi.errors.SuspendedError`, a ``SystemExit`` of status 75, on every rank.
-    With ``run_dir=DIR, resume="auto"`` the program continues when it is started again, and ends
-    with status 0 if the run is complete; with ``allow_resize=True`` also on other numbers of ranks:
-    all workers then begin from the global model, and a new one with an empty ``state``.
+    SIGUSR1 or SIGUSR2 at any rank, which batch systems send before a time limit, ends the loop:
+    the run is saved, and the loop raises :class:`aladdin_mpi.errors.SuspendedError`, a
+    ``SystemExit`` with status 75, on every rank. With ``run_dir=DIR, resume="auto"``, the program
+    resumes when it is started again, and exits with status 0 if the run is complete. With
+    ``allow_resize=True``, the number of ranks may change: all workers then begin from the global
+    model, and a new one with an empty ``state``.
 
     Args:
-        module: moved to this rank's ``device``. Parameters of several dtypes are
-            stepped in the widest of them, and rounded from it before each step.
-        options: as the commands have them; or pass them by name as ``settings``.
-        optimizer: of torch, made for ``module.parameters()``, with its groups and rates; several
-            of a kind, as for the parts of a GAN; or a function that makes one of a list of
-            parameters; or a name, such as "adamw". None: momentum SGD, by ``lr``, ``momentum`` and
-            ``weight_decay``.
-        scheduler: of that optimizer. It advances by one with each step of any worker, so that it
-            ends where it would in one process, and must not be stepped in the loop. With
-            ``steps`` it advances by one with each of these.
-        schedule: factor of the learning rates as a function of the samples that all workers
-            have drawn, in place of ``lr_schedule`` and ``warmup_epochs``.
+        module: the model, which is moved to this rank's ``device``. Parameters of several dtypes
+            are stepped in the widest of them, and rounded from it before each step.
+        options: as for the commands; or pass them by name as ``settings``.
+        optimizer: a torch optimizer for ``module.parameters()``, with its groups and rates;
+            several of the same class, as for the parts of a GAN; a function that makes one for a
+            list of parameters; or a name, such as "adamw". None: momentum SGD, with ``lr``,
+            ``momentum`` and ``weight_decay``.
+        scheduler: of that optimizer; do not step it in the loop. It advances by one with each step
+            of any worker, so that it ends where it would in one process. With ``steps``, it
+            advances once per step of the run.
+        schedule: factor of the learning rates as a function of the samples drawn by all workers,
+            instead of ``lr_schedule`` and ``warmup_epochs``.
         transport: MPI over all ranks by default.
         evaluate: measures a module at rank 0, while training continues; returns figures such
             as ``test_accuracy``.
         settings: fields of :class:`aladdin_mpi.options.run.RunOptions`.
 
     Raises:
-        UserError: bad settings, too few ranks, ranks that disagree, a folder in use.
+        UserError: invalid settings, too few ranks, ranks that disagree, a folder in use.
     """
 
     options: RunOptions
@@ -119,11 +119,11 @@ class DataParallel:
     ) -> None:
         self._schedule = schedule
         self._given = settings
-        self._is_own_loop = options is None
-        self._words = in_own_words if self._is_own_loop else nullcontext
-        self._ending = Ending(self._words)
+        self._is_custom_loop = options is None
+        self._error_wording = naming_arguments if self._is_custom_loop else nullcontext
+        self._ending = Ending(self._error_wording)
         try:
-            with self._words():
+            with self._error_wording():
                 if isinstance(optimizer, str):
                     settings["optimizer"], optimizer = optimizer, None
                 self._prepare(module, options, transport, evaluate, settings, optimizer, scheduler)
@@ -148,7 +148,7 @@ class DataParallel:
         if simulated is not None:
             self._ending.simulate(simulated)
             if simulated.transport is None:
-                raise OptionsFound(simulated_options(simulated, requested(), module))
+                raise OptionsResolved(simulated_options(simulated, requested(), module))
             transport = simulated.transport
         elif transport is None:
             end_other_run()
@@ -160,15 +160,15 @@ class DataParallel:
             self._ending.own(transport)
         self.transport = transport
         all_or_none(transport, lambda: check_given(module, evaluate, settings))
-        asked = all_or_none(transport, requested)
+        given = all_or_none(transport, requested)
         if simulated is not None:
-            self.options = simulated_options(simulated, asked, module)
+            self.options = simulated_options(simulated, given, module)
         else:
-            if self._is_own_loop and transport.size == 1:
-                asked = all_or_none(transport, lambda: for_one_process(asked))
-            self.options = agreed_options(transport, options, asked, module)
+            if self._is_custom_loop and transport.size == 1:
+                given = all_or_none(transport, lambda: for_one_process(given))
+            self.options = agreed_options(transport, options, given, module)
         self._place()
-        # Timed computing needs no more than the parameters' sizes: they may be on "meta".
+        # With timed computing, only the parameters' sizes matter: they may be on "meta".
         is_real = self.options.compute == "real"
         all_or_none(transport, lambda: self._check(module, needs_values=is_real))
         if is_real:
@@ -204,7 +204,7 @@ class DataParallel:
         may_bind = options.bind_cores == "auto"
         bind_to_near(transport, self.device if may_bind else torch.device("cpu"))
         was_chosen = options.device != "auto" or options.compute == "timed"
-        tell_placement(transport, self.device, servers, options.quiet, was_chosen, options.spares)
+        print_placement(transport, self.device, servers, options.quiet, was_chosen, options.spares)
 
     def _check(self, module: nn.Module, needs_values: bool) -> None:
         if needs_values:
@@ -213,9 +213,9 @@ class DataParallel:
 
         def check() -> nn.Module:
             check_module(module, needs_values)
-            return module  # it lives as long as its number is known
+            return module  # keeps its id() from being reused
 
-        # All ranks of a simulation may share a module of which only the sizes are needed.
+        # All ranks of a simulation may share a module if only its sizes are needed.
         once(self.transport, ("checked", id(module)), check)
 
     @property
@@ -229,7 +229,7 @@ class DataParallel:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first worker, which may print or write what is needed once."""
+        """Whether this is the first worker, which prints or writes what is needed only once."""
         return self.transport.rank == self._servers
 
     @property
@@ -249,17 +249,17 @@ class DataParallel:
 
     @property
     def completes_step(self) -> bool:
-        """Whether this batch is the last one of its step; see ``accumulate``."""
+        """Whether this batch is the last one of its step, as with ``accumulate`` above 1."""
         return self._loop.is_last
 
     def print(self, *values: object) -> None:
-        """Print on the first worker alone."""
+        """Print on the first worker only."""
         if self.is_first:
             console.say(" ".join(map(str, values)), sys.stdout)
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The run's figures, at rank 0, after the loop."""
+        """The run's figures, at rank 0, available after the loop."""
         self._ending.finish_left()
         self._ending.check_open()
         return self._ending.summary
@@ -271,37 +271,38 @@ class DataParallel:
         ``continue`` before ``backward()`` skips a batch, whose gradient is then zero.
 
         Args:
-            data: a data set of numbered samples, whose batches are made by torch's
-                ``default_collate`` in an order drawn by ``seed``; a DataLoader, whose arguments
-                are followed; an IterableDataset, an iterable of batches, which is read again in
-                every epoch, or an iterator over them, which has to last for the run. With timed
-                computing only the length is used, and an int suffices; batches are then None.
-            sharded: an iterable already gives each worker its own batches, not every n-th.
+            data: a map-style dataset, whose batches are made by torch's ``default_collate`` in an
+                order that depends on ``seed``; a DataLoader, whose arguments apply; an
+                IterableDataset or an iterable of batches, which is read again in every epoch; or
+                an iterator over batches, which must last for the run. With timed computing only
+                the length is used, and an int suffices; batches are then None.
+            sharded: the iterable yields different batches on each worker already. By default,
+                each of n workers takes every n-th batch.
 
         Raises:
-            UserError: a second call, or data that cannot be dealt to workers; or, in the loop,
-                :meth:`step` was left out.
+            UserError: a second call, or data that cannot be distributed to workers; or, in the
+                loop, :meth:`step` was not called.
         """
         if self._ending.batches is not None:
             raise UserError(
                 "training loop: run.batches() was called a second time. For another run make "
                 "another DataParallel."
             )
-        # Kept there, so that a loop that is left early can be brought to its end.
+        # The ending needs them to complete a loop that is left early.
         ending = self._ending
         ending.batches = self._run(data, sharded)
         return Batches(ending.batches, ending.note_left, ending.check_open)
 
     def epochs(self, data: Any, sharded: bool = False) -> Iterator[Epoch]:
-        """Return the same by epochs: ``for epoch in run.epochs(data): for batch in epoch: ...``.
+        """Yield the batches by epochs: ``for epoch in run.epochs(data): for batch in epoch: ...``.
 
-        An epoch is over when all workers together have drawn as many samples as the data have.
-        Every worker reaches every epoch's end; servers see none. ``break`` in an epoch ends it
-        for all workers. ``int(epoch)`` is its number, from 0.
+        An epoch ends when all workers together have drawn as many samples as the data have.
+        Every worker reaches the end of every epoch; servers see no epoch. ``break`` in an epoch
+        ends it for all workers. ``int(epoch)`` is its number, from 0.
 
         Args:
             data: see :meth:`batches`.
-            sharded: likewise.
+            sharded: see :meth:`batches`.
         """
         self._by_epochs = True
         batches = self.batches(data, sharded)
@@ -311,7 +312,7 @@ class DataParallel:
         session, loop = self._ready().session, self._loop
         plan = session.plan
         first = self._progress.first_epoch
-        if first is None:  # the same for all workers, wherever their first batches are
+        if first is None:  # the same for all workers, even if their first batches are in others
             first = session.began_at // plan.epoch
 
         def is_past(end: int) -> bool:
@@ -331,32 +332,32 @@ class DataParallel:
             pass
 
     def _run(self, data: Any, sharded: bool) -> Generator[Any, None, None]:
-        with self._words():
+        with self._error_wording():
             yield from self._train(data, sharded)
 
     def _train(self, data: Any, sharded: bool) -> Iterator[Any]:
         origin = find_origin(self.transport, self.options, self.algorithm)
-        dealt = all_or_none(
+        prepared = all_or_none(
             self.transport,
-            lambda: deal(data, sharded, self.options, self._given, self._is_own_loop, origin),
+            lambda: prepare(data, sharded, self.options, self._given, self._is_custom_loop, origin),
         )
-        facts = all_or_none(self.transport, lambda: dealt.facts(self.is_server))
-        self.options, feed = dealt.options, dealt.feed
+        facts = all_or_none(self.transport, lambda: prepared.facts(self.is_server))
+        self.options, feed = prepared.options, prepared.feed
         task = UserTask(
-            dealt.length,
+            prepared.length,
             facts,
             self._loop.compute,
             self._loop.note_empty if self._by_epochs else lambda _: None,
             self._evaluate,
             self._optimizer,
             self._schedule,
-            may_clip=self._is_own_loop,
-            may_draw=self._is_own_loop or self.options.compute == "real",
+            may_clip=self._is_custom_loop,
+            may_draw=self._is_custom_loop or self.options.compute == "real",
             state=self.state,
             skipped=None if feed is None else feed.skipped,
             origin=origin,
             project=tuple(self._projections),
-            whole=dealt.whole,
+            whole=prepared.whole,
         )
         runner = self._runner = ElasticRunner(
             self.transport,
@@ -364,7 +365,7 @@ class DataParallel:
             self.algorithm,
             _sealed if self.options.checksum else lambda transport: transport,
             partial(self._assemble, task),
-            partial(self._follow, dealt),
+            partial(self._follow, prepared),
             lambda: self._ending.is_concluding or not self._loop.is_in_user_code,
             self._progress,
         )
@@ -395,24 +396,24 @@ class DataParallel:
         self.transport = transport
         return assemble(transport, options, self.algorithm, self.module, task, takeover, hooks)
 
-    def _follow(self, dealt: TrainingData, rank: Rank) -> None:
+    def _follow(self, data: TrainingData, rank: Rank) -> None:
         """Train with ``rank``, this rank's place in a new group."""
         self.run_dir = rank.folder.path
         self._servers = rank.context.servers
         self.is_server = rank.context.is_server
         if not self.is_server:
-            self._loop.follow(rank, dealt.source(rank.worker, rank.session.origin.past))
+            self._loop.follow(rank, data.source(rank.worker, rank.session.origin.past))
 
     def _worker_batches(self, runner: ElasticRunner) -> Iterator[Any]:
         watch = None
-        if self._is_own_loop and self.options.compute == "real":
+        if self._is_custom_loop and self.options.compute == "real":
             takes_writes = self.algorithm.takes_writes or self.transport.size == 1
             loses_writes = "" if takes_writes else self.algorithm.name
             watch = LoopWatch(self.module, self._optimizer, loses_writes)
         with closing(watch) if watch is not None else nullcontext():
             yield from self._loop.batches(runner.run, watch)
             if self._by_epochs and not self.is_server:
-                yield NO_BATCH  # before the run is completed, for which others may wait
+                yield NO_BATCH  # ends the last epoch before the run is completed
                 if watch is not None:
                     watch.resume()
 
@@ -420,22 +421,21 @@ class DataParallel:
     def close(self) -> None:
         """Abandon the run if its loop has not ended; do nothing otherwise.
 
-        Nothing more is trained, measured or written. The hooks are removed from the model, which
-        keeps this worker's parameters as they are; another ``DataParallel`` may follow. A
-        checkpoint that has been written can be resumed. To end a run early and keep its
-        results, leave the loop by ``break`` instead.
+        Training, evaluation and output stop. The hooks are removed from the model, which keeps
+        this worker's parameters; another ``DataParallel`` may follow. An existing checkpoint can
+        be resumed. To end a run early and keep its results, leave the loop with ``break`` instead.
 
-        Among several ranks, one worker is enough to close a run whose loop has begun. It waits for
-        the others to finish the steps that they were granted, whose loops then raise
-        :class:`aladdin_mpi.errors.ClosedError`. Before the loop every rank has to call this.
+        With several ranks, one worker is enough to close a run whose loop has begun. It waits for
+        the others to finish their granted steps; their loops then raise
+        :class:`aladdin_mpi.errors.ClosedError`. Before the loop, every rank has to call this.
 
         ``with DataParallel(...) as run:`` closes the run if an error leaves the block. Without an
-        error it brings the run to its end, as after ``break``.
+        error, it completes the run, as after ``break``.
 
         Raises:
             UserError: the algorithm has failed on this rank, and the others wait for it.
         """
-        with self._words():
+        with self._error_wording():
             self._ending.close()
 
     def __enter__(self) -> DataParallel:
@@ -452,14 +452,14 @@ class DataParallel:
     def step(self, loss: Tensor | float | None = None) -> None:
         """Hand the gradients of a batch to the algorithm.
 
-        The parameters change here, and gradients are cleared.
+        This updates the parameters and clears the gradients.
 
         Args:
             loss: of the batch, for the metrics and for ``max_loss``.
 
         Raises:
-            UserError: called twice for a batch, or without the loss that ``max_loss``
-                needs; or the gradients are not where backward has to put them, as after
+            UserError: called twice for a batch, or without the loss that ``max_loss`` requires;
+                or gradients were moved from the memory that backward must use, as by
                 ``zero_grad()``.
         """
         try:
@@ -473,18 +473,18 @@ class DataParallel:
                 )
             self._loop.step(loss)
         except UserError:
-            with self._words():
+            with self._error_wording():
                 raise
 
     def project(self, function: Projection) -> None:
         """Register a change of the parameters after each step, on the ranks that make the step.
 
-        For what a script would do after ``optimizer.step()``: clamping weights, renormalising
-        them, masking pruned ones. ``function(name, values)`` is called with the name of each
-        trainable parameter and a tensor of its shape, which it changes in place. Workers call it
-        after their steps, servers after theirs, and it is applied to each model that is evaluated.
-        It has to be the same on every rank, to look at this parameter alone, and to be a
-        projection: applied twice it has to do the same as once.
+        Use it for operations that follow ``optimizer.step()``: clamping or renormalising weights,
+        or masking pruned ones. ``function(name, values)`` receives the name of each trainable
+        parameter and a tensor of its shape, which it changes in place. Workers and servers call it
+        after their steps, and it is applied to each model that is evaluated. It must be the same
+        on every rank, depend on this parameter alone, and be a projection: applying it twice must
+        have the same result as applying it once.
 
         Args:
             function: called under ``torch.no_grad()``.
@@ -500,50 +500,50 @@ class DataParallel:
         self._projections.append(function)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss to call ``backward()`` of with float16, in place of a GradScaler.
+        """Return the scaled loss for ``backward()`` with float16; replaces a GradScaler.
 
-        In float16 small gradients would be zero. The loss is multiplied by a factor that all
-        workers share, and the gradients are divided by it before they are used. A gradient that
-        overflows is skipped, and the factor halved for all.
+        In float16, small gradients underflow to zero. The loss is multiplied by a factor that all
+        workers share, and the gradients are divided by it before they are used. If a gradient
+        overflows, it is skipped, and the factor is halved for all workers.
 
         Args:
             loss: of the batch, as it is passed to :meth:`step`.
         """
-        with self._words():
+        with self._error_wording():
             return self._ready().worker.current.scale_loss(loss)
 
     def clip_grad_norm_(self, max_norm: float) -> None:
         """Clip the gradient of this step, between ``backward()`` and :meth:`step`.
 
-        The norm is over all parameters: of the mean of all workers with ``ar-sgd``, of each
+        The norm is over all parameters: that of the workers' mean with ``ar-sgd``, and of each
         worker's own gradient otherwise. Call it in every step, including the first; the gradient
-        is then sent when backward is over. The argument ``clip`` does the same.
+        is then sent after backward, not during it. The argument ``clip`` has the same effect.
 
         Raises:
             UserError: parts of the gradient may have been sent.
         """
-        with self._words():
+        with self._error_wording():
             self._ready().worker.current.clip_to(max_norm)
 
-    # -- beside the gradients ---------------------------------------------------------------
+    # -- metrics and control ----------------------------------------------------------------
     def log(self, **figures: float) -> None:
-        """Add figures to the metrics: their means over all workers, line by line.
+        """Add figures to the metrics. Each line of metrics has their means over all workers.
 
         Raises:
             UserError: a figure is not a number.
         """
-        with self._words():
+        with self._error_wording():
             rank = self._ready()
-            rank.user_metrics.tell(figures, is_late=rank.session.over)
+            rank.user_metrics.send(figures, is_late=rank.session.over)
 
     def reduce(self, value: float | Tensor, how: Literal["mean", "sum"] = "mean") -> Tensor:
         """Return the mean or the sum of a number, or a tensor, over all surviving workers.
 
-        Every worker has to call it equally often, as at the ends of :meth:`epochs`, and waits
-        there for the others.
+        Every worker must call it the same number of times, for example at the ends of
+        :meth:`epochs`, and waits for the others.
 
         Raises:
-            UserError: the run has ended, and with it the communication among ranks.
+            UserError: the run has ended, so that the ranks no longer communicate.
         """
         if self.is_over:
             raise UserError(
@@ -553,13 +553,13 @@ class DataParallel:
         if self.is_server:  # a worker may have become one
             return torch.as_tensor(value, dtype=torch.float64)
         self._progress.reductions += 1
-        with self._words():
+        with self._error_wording():
             total, count = loop.allreduce(self._ready().worker, value)
         return total / count if how == "mean" else total
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Let the backward passes inside add to the gradient, and send nothing yet."""
+        """Accumulate the gradients of backward passes inside, without sending them yet."""
         watch = self._ready().worker.step.watch
         if watch is None:
             yield
@@ -573,7 +573,7 @@ class DataParallel:
     def stop(self) -> None:
         """End the run early: no more samples are granted to any worker.
 
-        The loops continue with what has been granted, and then end by themselves.
+        The loops finish the samples that have been granted, and then end by themselves.
         """
         self._ready().worker.stop()
 
@@ -587,7 +587,7 @@ class DataParallel:
 
 
 def _checked(options: RunOptions, transport: Transport) -> Algorithm:
-    """Return the run's algorithm, if the options and the ranks fit each other."""
+    """Return the run's algorithm after checking the options against the number of ranks."""
     if options.spares and not transport.survives:
         raise UserError(
             "--spares requires an MPI that survives failures. Start with mpirun --with-ft ulfm "

@@ -1,6 +1,6 @@
-"""What is refused before torch is loaded: by the options alone, and the number of ranks.
+"""Checks before torch is loaded: of the options and the number of ranks.
 
-Importing this starts MPI, which has to come before torch.
+Importing this module starts MPI, which has to happen before torch is loaded.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ R = TypeVar("R")
 Options = TypeVar("Options", bound=RunOptions)
 
 
-def agree_early(asked: T | UserError, check: Callable[[T], R]) -> R:
-    """Check what this rank was asked, as :func:`.exchange.all_or_none`, without a transport.
+def agree_early(request: T | UserError, check: Callable[[T], R]) -> R:
+    """Check a request on all ranks, as :func:`.exchange.all_or_none` but without a transport.
 
     Args:
-        asked: as it was read, or why it could not be.
-        check: raises :class:`UserError` for what cannot be done.
+        request: this rank's request, or the error in reading it.
+        check: raises :class:`UserError` if the request is invalid.
 
     Raises:
-        UserError: at rank 0, what was wrong, and on which ranks if not on all.
+        UserError: at rank 0, with the errors, and their ranks if they differ.
         RefusedError: at the other ranks.
-        PeerFailedError: a rank has died.
+        PeerFailedError: a rank has failed.
     """
     rank, size = world.place()
-    startup.expect(startup.LIBRARIES_LOAD)  # the check may ask torch
+    startup.expect(startup.LIBRARIES_LOAD)  # the check may load torch
     result: R | None = None
     problem = None
     try:
-        if isinstance(asked, UserError):
-            raise asked
-        result = check(asked)
+        if isinstance(request, UserError):
+            raise request
+        result = check(request)
     except UserError as error:
         problem = str(error)
     startup.expect(startup.RANKS_MEET, least=startup.MEETING_LEAST)
@@ -54,20 +54,20 @@ def agree_early(asked: T | UserError, check: Callable[[T], R]) -> R:
 
 
 def checked(request: RunRequest[Options]) -> RunRequest[Options]:
-    """The same, if the ranks of this job can train by it.
+    """Return ``request`` after checking it against the number of ranks in this job.
 
     Raises:
-        UserError: their number does not suit the options, or these do not go together.
+        UserError: the number of ranks does not suit the options, or options conflict.
     """
     ranks = world.place()[1]
     servers, spares = (str(request.setting(name)) for name in ("servers", "spares"))
-    # Before the options are made, which may ask torch for an optimizer's defaults.
+    # Before the options are built, which may load torch for an optimizer's defaults.
     if request.setting("resume") is None and servers.isdecimal() and spares.isdecimal():
         algorithm = find_algorithm(str(request.setting("algorithm")))
         check_ranks(algorithm, ranks - int(spares), int(servers))
     options = request.options
     if options.resume == AUTO and options.run_dir and (options.run_dir / SUMMARY).exists():
-        return request  # nothing may be left to do, which any number of ranks can
+        return request  # the run may be complete, which allows any number of ranks
     workers = ranks - options.spares
     algorithm = checked_algorithm(options, workers)
     check_workers(options, workers - (options.servers if algorithm.has_servers else 0))

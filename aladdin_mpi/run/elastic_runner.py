@@ -1,6 +1,7 @@
-"""A driver of the elasticity machine: it turns messages into events, and carries out decisions.
+"""Driver of the elasticity machine: turns messages into events, and carries out decisions.
 
-The rules are in :mod:`.elasticity`. Here are the transport and this rank's part in each group.
+The rules are in :mod:`.elasticity`; this module has the transport and this rank's part in each
+group.
 """
 
 from __future__ import annotations
@@ -46,34 +47,31 @@ from aladdin_mpi.transport.group import Group, RankLostError
 
 T = TypeVar("T")
 Assemble = Callable[[Transport, RunOptions, "Takeover | None", Sequence[RunHook]], Rank]
-"""Builds this rank in a group, with these hooks besides its own."""
+"""Builds this rank in a group, with the given hooks in addition to its own."""
 
 
 class ElasticityDriver:
     """Connects an elasticity machine to the transport among all ranks of the job.
 
-    Args:
-        patience: seconds after which a rank that does not join is excluded; 0: none is.
+    A rank that does not join within ``patience`` seconds is excluded, unless that is 0.
     """
 
     def __init__(self, base: Transport, machine: ElasticityMachine, patience: float = 0.0) -> None:
         self._base = base
         self._machine = machine
         self._patience = patience or None
-        self._hears_coming = False
+        self._listens = False
 
     def lost(self) -> RanksLost:
         """Return the ranks that the transport knows to have failed."""
         return RanksLost(self._base.failed)
 
     def decide(self, event: Event) -> Decision | None:
-        """Handle an event and what follows from it; return what this rank has to do outside.
-
-        None: nothing.
+        """Handle an event and those that follow from it; return a decision left to the caller.
 
         Raises:
             LostError: no group can be formed.
-            RefusedError: the same, and another rank reports it.
+            RefusedError: no group can be formed, and another rank reports it.
         """
         while True:
             self._machine.note_lost(self._base.failed)
@@ -97,9 +95,9 @@ class ElasticityDriver:
                     send_object(self._base, announcement, dest, Tag.MEMBERS)
 
     def _wait(self, decision: Decision) -> Event | None:
-        """Wait for what a decision waits for; None: for nothing in a rendezvous."""
+        """Return the event that a decision waits for; None if it is not part of a rendezvous."""
         if isinstance(decision, JoinRendezvous | AwaitJoin):
-            self._hear_coming()
+            self._listen()
         try:
             match decision:
                 case JoinRendezvous(leader, before, facts):
@@ -115,14 +113,14 @@ class ElasticityDriver:
                         raise RefusedError
                     raise LostError(reason)
         except PeerFailedError as error:
-            # An operation may find a failure before the transport lists it.
+            # An operation may detect a failure before the transport lists it.
             return RanksLost(self._base.failed | {error.rank})
         return None
 
-    def _hear_coming(self) -> None:
-        """Listen from now on: a receive that is always posted would cost in every poll."""
-        if not self._hears_coming:
-            self._hears_coming = True
+    def _listen(self) -> None:
+        """Listen for COMING: a receive that is posted from the start would slow down each poll."""
+        if not self._listens:
+            self._listens = True
             self._base.on_message(Tag.COMING, 1, lambda rank, _: self._machine.coming.add(rank))
 
     def _await_join(self, rank: int) -> Event:
@@ -140,11 +138,11 @@ def _membership(plain: dict[str, Any]) -> Membership:
 
 
 SPARE_WAIT_SECONDS = 60.0
-"""The longest single wait of a spare rank, which waits again."""
+"""The longest single wait of a spare rank, which then waits again."""
 
 
 class ElasticRunner(RunHook):
-    """Trains in one group of ranks after another; a hook of this rank in each of them.
+    """A run in one group of ranks after another; a hook of this rank in each of them.
 
     Args:
         base: the transport among all ranks of the job.
@@ -174,7 +172,7 @@ class ElasticRunner(RunHook):
         self._may_raise = may_raise
         self._progress = progress
         servers = options.servers if algorithm.has_servers else 0
-        # Libraries need every rank that they were started with; shards are dealt once.
+        # Libraries need every rank that they were started with; shards are assigned once.
         sums = getattr(getattr(options, algorithm.group, None), "allreduce", "auto")
         is_fixed = (
             sums not in FAULT_TOLERANT_ALLREDUCES
@@ -193,8 +191,8 @@ class ElasticRunner(RunHook):
         self._driver = ElasticityDriver(base, self._machine, patience)
         self._group: Group | None = None
         self.rank: Rank | None = None
-        self._left: RankSnapshot | None = None
-        """What is left of this rank's part in the former group, until training starts."""
+        self._snapshot: RankSnapshot | None = None
+        """This rank's snapshot of the former group, until training starts."""
         self._has_ended = False
 
     @property
@@ -203,7 +201,7 @@ class ElasticRunner(RunHook):
         return self._machine.members
 
     def _new_transport(self) -> Transport:
-        """Return the transport among the members; that of all ranks if a failure ends the job."""
+        """Return the members' transport, or that of all ranks if a failure ends the job."""
         members = self.members
         if not self._base.survives and not members.spares:
             return self._seal(self._base)
@@ -213,13 +211,13 @@ class ElasticRunner(RunHook):
             members.number,
             self._machine.needs,
             self._may_raise,
-            self._say_coming,
+            self._report_coming,
             self.end,
         )
         return self._seal(self._group)
 
     def begin(self) -> bool:
-        """Take a place in the run; False: it has ended before a spare rank got one.
+        """Take a place in the run; return False if it ended before a spare rank got one.
 
         Raises:
             PeerFailedError: a rank has failed before there was a state to continue from.
@@ -236,7 +234,7 @@ class ElasticRunner(RunHook):
         return True
 
     def _set_up(self, takeover: Takeover | None) -> None:
-        """Take this rank's place in the present group; None: the first one."""
+        """Take this rank's place in the present group; ``takeover`` is None in the first group."""
         options = self._options
         if takeover is not None:
             options = options.model_copy(update={"servers": max(1, self.members.servers)})
@@ -244,8 +242,8 @@ class ElasticRunner(RunHook):
         self._machine.complete_setup()
         self._on_change(self.rank)
 
-    def _say_coming(self) -> None:
-        """Report to the next leader that this rank is alive, although its step may take long."""
+    def _report_coming(self) -> None:
+        """Report to the next leader that this rank will join, even if its step takes long."""
         leader = surviving_ranks(self._base)[0]
         if leader != self._base.rank:
             self._base.isend(torch.zeros(1, dtype=torch.uint8), leader, Tag.COMING)
@@ -256,7 +254,7 @@ class ElasticRunner(RunHook):
                 self._base.isend(message, rank, tag)
 
     def end(self) -> None:
-        """The run is over, or refused: rank 0 lets the spare ranks go."""
+        """Release the spare ranks at rank 0: the run is over, or refused."""
         group = self._group
         if group is None or group.rank or self._has_ended:
             return
@@ -265,14 +263,14 @@ class ElasticRunner(RunHook):
 
     # -- training ---------------------------------------------------------------------
     def run(self) -> None:
-        """Train until the run is over, or suspended."""
+        """Train until the run is over or suspended."""
         self._in_groups(lambda rank: rank.session.run())
 
     def complete(self) -> dict[str, Any]:
-        """Complete the run; the summary at its rank 0, when that has written everything."""
+        """Complete the run; return the summary at its rank 0 after it has written all results."""
 
         def complete(rank: Rank) -> dict[str, Any]:
-            rank.session.run()  # a failure may have brought the run back
+            rank.session.run()  # a failure may have reopened the run
             return rank.complete()
 
         return self._in_groups(complete)
@@ -289,17 +287,17 @@ class ElasticRunner(RunHook):
             except RankLostError:
                 pass
             assert self._group is not None
-            left = snapshot(self.rank, self.members, self._progress, self._left)
+            mine = snapshot(self.rank, self.members, self._progress, self._snapshot)
             self.rank.give_up()
             self._group.leave()
-            # Spare ranks may not know of ranks that are excluded, and may be alive.
+            # Excluded ranks may still run, so spare ranks do not detect them as failed.
             excluded = torch.tensor(sorted(self._base.excluded), dtype=torch.int64)
             self._send_to_spares(excluded, Tag.SPARES_CALLED)
-            self._take_place(GroupRevoked(left.facts), left)
+            self._take_place(GroupRevoked(mine.facts), mine)
 
-    def _take_place(self, event: Event, left: RankSnapshot | None) -> bool:
-        """Take a place in a group, however often it is revoked; False: the run is over first."""
-        waiter = None if left is not None else _SpareWaiter(self._base)
+    def _take_place(self, event: Event, mine: RankSnapshot | None) -> bool:
+        """Take a place in a group, however often it is revoked; False if the run ends first."""
+        waiter = None if mine is not None else _SpareWaiter(self._base)
         while True:
             match self._driver.decide(event):
                 case WaitForPlace():
@@ -309,9 +307,9 @@ class ElasticRunner(RunHook):
                         return False
                     event = self._driver.lost()
                 case FormGroup(plan):
-                    self._left = left = None if left is None else left.of(plan.number)
+                    self._snapshot = mine = None if mine is None else mine.of(plan.number)
                     try:
-                        self._set_up(Takeover(self._base, plan, left))
+                        self._set_up(Takeover(self._base, plan, mine))
                         return True
                     except (RankLostError, PeerFailedError):
                         assert self._group is not None
@@ -321,31 +319,31 @@ class ElasticRunner(RunHook):
                     return False
 
     def on_start(self) -> None:
-        """Keep nothing of the former group any more: training starts."""
+        """Drop the snapshot of the former group: training starts."""
         if self.members.number > 1:
             self._machine.start_training()
-            self._left = None
+            self._snapshot = None
 
 
 class _SpareWaiter:
-    """Wakes a spare rank when a rank fails, and when the run is over."""
+    """Wakes a spare rank when a rank fails or the run is over."""
 
     def __init__(self, base: Transport) -> None:
         self._base = base
-        self._ring = self._new()
+        self._wake_request = self._new_request()
         self.is_over = False
         base.on_message(Tag.SPARES_GO, 1, self._end)
         base.on_message(Tag.SPARES_CALLED, 8 * base.size, self._exclude)
-        base.on_failure(lambda rank: self._base.abandon(self._ring))
+        base.on_failure(lambda rank: self._base.abandon(self._wake_request))
 
-    def _new(self) -> Request:
-        # No such message is sent: abandoning the receive wakes the rank that waits for it.
+    def _new_request(self) -> Request:
+        # No such message is sent: abandoning the receive wakes the waiting rank.
         nothing = torch.empty(0, dtype=torch.uint8)
         return self._base.irecv(nothing, self._base.rank, Tag.SPARES_GO)
 
     def _end(self, source: int, message: Tensor) -> None:
         self.is_over = True
-        self._base.abandon(self._ring)
+        self._base.abandon(self._wake_request)
 
     def _exclude(self, source: int, message: Tensor) -> None:
         for rank in message.view(torch.int64).tolist():
@@ -353,8 +351,8 @@ class _SpareWaiter:
                 self._base.exclude(rank)
 
     def wait(self) -> None:
-        """Wait for the next of these events, unless it has already happened."""
+        """Wait for a failure or the end of the run, unless it has happened already."""
         seconds = None if self._base.models_time else SPARE_WAIT_SECONDS
-        while not self._ring.done:
-            self._base.wait_any([self._ring], seconds)
-        self._ring = self._new()
+        while not self._wake_request.done:
+            self._base.wait_any([self._wake_request], seconds)
+        self._wake_request = self._new_request()

@@ -12,7 +12,7 @@ wait for it restart the rendezvous. Two rules keep the decisions consistent:
 - The leader depends only on which ranks survive, not on the newest membership that a rank knows.
   A leader that fails while it announces a group leaves ranks with different memberships.
 - While a group is being set up, every member is needed. So no rank trains in a group that
-  another member has not heard of.
+  another member does not know.
 
 Some members may complete a set-up that others do not. So each rank keeps what it has of the former
 group until training starts, and the next group continues from the newest one of which every
@@ -30,9 +30,9 @@ from typing import Any, TypeAlias
 from aladdin_mpi.errors import LostError
 
 RankFacts: TypeAlias = Mapping[str, Any]
-"""A rank's report on its part in its last group, see :func:`.takeover.snapshot`; empty: none.
+"""A rank's report on its part in its last group, by :func:`.takeover.snapshot`; empty: none.
 
-``previous`` has its facts about the group before, if training has not started since.
+``previous`` has the facts about the group before it, if training has not started since.
 """
 
 
@@ -68,9 +68,9 @@ def begin(size: int, servers: int, spares: int) -> Membership:
 
 
 def next_membership(
-    before: Membership, living: Collection[int], is_over: bool = False
+    before: Membership, surviving: Collection[int], is_over: bool = False
 ) -> Membership:
-    """Return the group that follows ``before`` when only the ranks ``living`` survive.
+    """Return the group that follows ``before`` if only the ranks ``surviving`` are left.
 
     Spare ranks replace failed ones, unless the training ``is_over``. If the last server fails and
     there is no spare, a worker replaces it.
@@ -78,9 +78,9 @@ def next_membership(
     Raises:
         LostError: no worker, or no rank for a server, is left.
     """
-    servers = [rank for rank in before.ranks[: before.servers] if rank in living]
-    workers = [rank for rank in before.ranks[before.servers :] if rank in living]
-    waiting = [rank for rank in before.spares if rank in living]
+    servers = [rank for rank in before.ranks[: before.servers] if rank in surviving]
+    workers = [rank for rank in before.ranks[before.servers :] if rank in surviving]
+    waiting = [rank for rank in before.spares if rank in surviving]
     full_servers, full_workers = before.full
     needs_server = bool(full_servers) and not servers
     spares = [] if is_over and not (needs_server and len(workers) == 1) else [*waiting]
@@ -90,7 +90,7 @@ def next_membership(
         while spares and len(places) < full:
             places.append(spares.pop(0))
     if not workers or (full_servers and not servers):
-        lost = ", ".join(str(rank) for rank in before.ranks if rank not in living)
+        lost = ", ".join(str(rank) for rank in before.ranks if rank not in surviving)
         raise LostError(f"rank {lost} has failed, and too few ranks remain to train")
     return replace(
         before,
@@ -111,7 +111,7 @@ class RanksLost:
 
 @dataclass(frozen=True)
 class GroupRevoked:
-    """This rank has left its group, with these facts; None: during the group's set-up."""
+    """This rank has left its group; ``facts`` are None during the group's set-up."""
 
     facts: RankFacts | None
 
@@ -166,7 +166,7 @@ class AwaitJoin:
 
 @dataclass(frozen=True)
 class ExcludeRank:
-    """Treat this rank as failed, although it may be alive."""
+    """Treat this rank as failed, although it may still run."""
 
     rank: int
 
@@ -189,7 +189,7 @@ class WaitForPlace:
 
 @dataclass(frozen=True)
 class FormGroup:
-    """Set up this group from what the former one has left."""
+    """Set up this group from the state of the former one."""
 
     plan: TakeoverPlan
 
@@ -215,7 +215,7 @@ Decisions: TypeAlias = tuple[Decision, ...]
 # -- takeover ---------------------------------------------------------------------------
 @dataclass(frozen=True)
 class TakeoverPlan:
-    """How a new group continues from what is left of the former one.
+    """Plan for continuing in a new group from the state of the former one.
 
     Attributes:
         members: the new group.
@@ -268,17 +268,17 @@ class TakeoverPlan:
 
     @property
     def is_accounting_known(self) -> bool:
-        """Whether the former rank 0, or its standby, has left its accounting."""
+        """Whether a surviving rank has the accounting of the former rank 0."""
         return any(each["keeper"] is not None for each in self.known.values())
 
     @property
     def has_worker(self) -> bool:
-        """Whether a worker of the former group is left, with its model."""
+        """Whether a worker of the former group survives, with its model."""
         return any(self.former.index(rank) >= self.servers for rank in self.present)
 
     @cached_property
     def accounting(self) -> dict[str, Any]:
-        """The accounting of the former rank 0: its own, or else the newest copy."""
+        """The accounting of the former rank 0: its own, or else the newest standby copy."""
         known = [each for each in self.known.values() if each["keeper"] is not None]
         newest = max(known, key=lambda each: (each["is_first"], each["keeper"]["seconds"]))
         accounting: dict[str, Any] = newest["keeper"]
@@ -292,7 +292,7 @@ class TakeoverPlan:
 
     @property
     def is_segment_accounted(self) -> bool:
-        """Whether the accounting is of the newest segment; a copy may be of an earlier one."""
+        """Whether the accounting is of the newest segment; a standby copy may be older."""
         return bool(self.accounting["budget"]["opened"] == self.segment)
 
     @property
@@ -322,7 +322,7 @@ class TakeoverPlan:
     def _samples_lost(self, rank: int, step: int) -> int:
         budget, place = self.accounting["budget"], self.former.index(rank)
         if place < self.servers or not self.is_segment_accounted:
-            return 0  # what a rank was granted in another segment is computed, or granted again
+            return 0  # samples of another segment are computed, or granted again
         granted, taken = budget["granted"][place], self.gradients_taken(rank)
         if taken is not None:
             return max(0, int(granted - step * taken))
@@ -331,7 +331,7 @@ class TakeoverPlan:
     # -- gradients ----------------------------------------------------------------------
     @property
     def has_server(self) -> bool:
-        """Whether a server of the former group is left, which knows what it has applied."""
+        """Whether a server of the former group survives, with its count of applied gradients."""
         return any(each["taken"] is not None for each in self.present.values())
 
     def gradients_lost(self, computed: int, from_failed: int, applied: int) -> int:
@@ -352,7 +352,7 @@ class TakeoverPlan:
         return self.members.place(rank) if rank in self.present else None
 
     def replica_rank(self, server: int, holder: Callable[[int, int], int]) -> int | None:
-        """Return the rank whose replica replaces a lost server's state; None: there is none.
+        """Return the rank whose replica replaces a lost server's state, or None.
 
         The mean of the workers' models replaces buckets without a replica. ``holder`` returns the
         place of the rank that holds the replica of a server, given the number of servers.
@@ -370,7 +370,7 @@ def reports(facts: RankFacts) -> Iterator[RankFacts]:
 
 
 def plan_takeover(members: Membership, facts: Mapping[int, RankFacts]) -> TakeoverPlan | None:
-    """Return how a group continues, from the newest state that can be; None: there is none.
+    """Return the plan from the newest usable state; None if no rank has any state.
 
     If the run cannot continue, the plan is that of the newest group.
     """
@@ -387,17 +387,17 @@ def plan_takeover(members: Membership, facts: Mapping[int, RankFacts]) -> Takeov
 
 # -- the machine ------------------------------------------------------------------------
 class MachineState(Enum):
-    """What a rank is doing."""
+    """State of a rank's elasticity machine."""
 
     SETUP = auto()
-    """It takes its place in a group."""
+    """The rank takes its place in a group."""
     TRAINING = auto()
     SPARE = auto()
-    """It waits for a place."""
+    """The rank waits for a place."""
     LEADING = auto()
-    """It waits for the others to join the rendezvous."""
+    """The rank waits for the others to join the rendezvous."""
     JOINING = auto()
-    """It has joined the rendezvous, and waits for the leader."""
+    """The rank has joined the rendezvous, and waits for the leader."""
     ENDED = auto()
 
 
@@ -405,7 +405,7 @@ class ElasticityMachine:
     """The elasticity of one rank: events in, decisions out.
 
     The decisions of :meth:`handle` replace earlier ones that have not been carried out. The last
-    of them says what to do next.
+    one is the next action.
 
     Args:
         rank: this rank's number in the job.
@@ -430,20 +430,20 @@ class ElasticityMachine:
         self.failed: frozenset[int] = frozenset()
         self.phase = MachineState.SPARE if self.is_spare else MachineState.SETUP
         self.coming: set[int] = set()
-        """Ranks that have reported that they are alive, since the last rendezvous."""
+        """Ranks that have announced, since the last rendezvous, that they will join."""
         self._all = range(size)
         self._host_name = host_name
         self._can_regroup, self._needs_all = can_regroup, needs_all
         self._facts: RankFacts = {}
-        """This rank's, about the groups from which the next one may have to continue."""
+        """This rank's facts about groups from which the next one may have to continue."""
         self._leader = rank
         self._newest = members
-        """The newest membership of the ranks that have joined, at the leader of a rendezvous."""
+        """The newest membership known to the ranks that have joined, at the leader."""
         self._joined: dict[int, RankFacts] = {}
-        """Their facts."""
+        """Facts of the ranks that have joined, at the leader."""
 
     @property
-    def living(self) -> list[int]:
+    def surviving(self) -> list[int]:
         """The ranks of the job that are not known to have failed."""
         return [rank for rank in self._all if rank not in self.failed]
 
@@ -453,7 +453,7 @@ class ElasticityMachine:
         return self.rank in self.members.spares
 
     def needs(self, place: int) -> bool:
-        """Whether the present group is revoked if the rank at this place of it fails.
+        """Return whether the present group is revoked if its rank at this place fails.
 
         Without spares an algorithm may continue in place without some workers.
         """
@@ -476,7 +476,7 @@ class ElasticityMachine:
         self._facts = {}
 
     def handle(self, event: Event) -> Decisions:
-        """Return what to do about an event."""
+        """Return the decisions that follow from an event."""
         if self.phase is MachineState.ENDED:
             return ()
         match event:
@@ -505,10 +505,10 @@ class ElasticityMachine:
     def _meet(self) -> Decisions:
         """Join a rendezvous, or lead it."""
         try:
-            next_membership(self.members, self.living)
+            next_membership(self.members, self.surviving)
         except LostError as error:
             return self._end(str(error))
-        self._leader = self.living[0]
+        self._leader = self.surviving[0]
         if self._leader != self.rank:
             self.phase = MachineState.JOINING
             return (JoinRendezvous(self._leader, self.members, self._facts),)
@@ -532,25 +532,25 @@ class ElasticityMachine:
         return (ExcludeRank(rank), *self._await_next())
 
     def _await_next(self) -> Decisions:
-        awaited = [rank for rank in self.living if rank not in self._joined]
+        awaited = [rank for rank in self.surviving if rank not in self._joined]
         return (AwaitJoin(awaited[0]),) if awaited else self._decide()
 
     def _decide(self) -> Decisions:
         """Decide on the next group: every surviving rank has joined."""
         facts = self._joined
-        living = [rank for rank in facts if rank not in self.failed]
+        surviving = [rank for rank in facts if rank not in self.failed]
         is_over = any(each.get("ended_at") is not None for each in facts.values())
         try:
-            members = next_membership(self._newest, living, is_over)
+            members = next_membership(self._newest, surviving, is_over)
         except LostError as error:
             return self._end(str(error))
-        dests = tuple(rank for rank in living if rank != self.rank)
+        dests = tuple(rank for rank in surviving if rank != self.rank)
         return (AnnounceMembers(dests, members, facts), *self._enter(members, facts))
 
     def _take_members(self, members: Membership, facts: Mapping[int, RankFacts]) -> Decisions:
         if self.phase is not MachineState.JOINING:
             return ()
-        late = [rank for rank in self.living if rank not in facts]
+        late = [rank for rank in self.surviving if rank not in facts]
         self.note_lost(late)
         return (*map(ExcludeRank, late), *self._enter(members, facts))
 

@@ -1,4 +1,4 @@
-"""How a run ends: by itself, after a loop that was left, or because it is closed."""
+"""The end of a run: after its last step, after a loop that was left, or by closing it."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from aladdin_mpi.transport.base import Transport
 
 
 class Ending:
-    """What a run holds of its process and of the user's model, and how it gives that back.
+    """The end of a run, which releases what it holds in its process and in the user's model.
 
     Args:
-        words: a context for errors that the user sees.
+        error_wording: a context that words errors for the user.
 
     Attributes:
-        has_ended: nothing is held any more.
+        has_ended: everything is released.
         was_closed: the run ended before its loop did.
         is_concluding: the algorithm has ended on this rank, and the run is being completed.
-        batches: those of the user's loop.
+        batches: of the user's loop.
     """
 
     _open: ClassVar[Ending | None] = None
     """The run over MPI that has not ended."""
 
-    def __init__(self, words: Callable[[], AbstractContextManager[None]]) -> None:
-        self._words = words
+    def __init__(self, error_wording: Callable[[], AbstractContextManager[None]]) -> None:
+        self._error_wording = error_wording
         self.has_ended = self.was_closed = self.is_concluding = False
         self.summary: dict[str, Any] = {}
         self.batches: Generator[Any, None, None] | None = None
@@ -51,22 +51,22 @@ class Ending:
 
     # -- from the start ---------------------------------------------------------------------
     def simulate(self, rank: SimulatedRank) -> None:
-        """Note a simulated rank, whose script has to bring this run to its end."""
+        """Note a simulated rank, whose script must complete this run."""
         self._simulated = rank
         rank.unended.append(self)
 
     def own(self, transport: Transport) -> None:
-        """Close ``transport`` when the run ends. No other run may begin before."""
+        """Close ``transport`` when the run ends; no other run may begin before that."""
         self._transport = transport
         Ending._open = self
         atexit.register(self._at_exit)
 
     def of(self, module: nn.Module, loop: Loop, runner: ElasticRunner) -> None:
-        """Note the parts of a run that is ready for its loop."""
+        """Note the components of a run that is ready for its loop."""
         self._module, self._loop, self._runner = module, loop, runner
 
     def fail(self) -> None:
-        """Give up a run that could not be made."""
+        """Give up a run that could not be built."""
         if self._transport is not None and self._transport.size > 1:
             # Errors that the ranks agree on have closed the transport. After any other error the
             # other ranks wait, and this one must not wait for them.
@@ -76,13 +76,13 @@ class Ending:
 
     def release(self) -> None:
         """Note the end of the run: close the transport, and let another run begin."""
-        self._leave()
+        self._end()
         if self._transport is not None:
             rank = self._rank
             (self._transport if rank is None else rank.context.transport).close()
-            atexit.unregister(self._at_exit)  # it would hold all vectors until then
+            atexit.unregister(self._at_exit)  # which would keep all vectors in memory until then
 
-    def _leave(self) -> None:
+    def _end(self) -> None:
         """Let another run begin."""
         self.has_ended = True
         if self._simulated is not None:
@@ -93,12 +93,12 @@ class Ending:
 
     @property
     def _rank(self) -> Rank | None:
-        """This rank's part in the run; None: it has none yet."""
+        """This rank's part in the run; None before it has one."""
         return self._runner.rank if self._runner is not None else None
 
     # -- the end ----------------------------------------------------------------------------
     def conclude(self) -> None:
-        """End the run, whose algorithm has ended on this rank.
+        """Complete the run after its algorithm has ended on this rank.
 
         Raises:
             SuspendedError: a signal has ended it.
@@ -115,7 +115,7 @@ class Ending:
         if session.suspended:
             runner.end()
             runner.rank.suspend()
-            self._leave()
+            self._end()
             raise SuspendedError
         self.summary = runner.complete()
         runner.end()
@@ -137,7 +137,7 @@ class Ending:
 
     # -- loops that are left ------------------------------------------------------------------
     def note_left(self) -> None:
-        """Note that the loop was left. After ``break`` the model, or the summary, is used next."""
+        """Note that the loop was left: the next use of model or summary completes the run."""
         rank = self._rank
         if self.has_ended or rank is None or rank.context.is_server:
             return
@@ -153,12 +153,12 @@ class Ending:
             )
 
     def finish_left(self) -> None:
-        """Bring a run whose loop has been left to its end, for all workers."""
+        """Complete a run whose loop has been left, for all workers."""
         if self._is_left:
             self._finish()
 
     def finish(self) -> None:
-        """Bring the run to its end as ``break`` does; one without a loop is closed."""
+        """Complete the run as ``break`` does; close it if its loop has not begun."""
         if not self.has_ended and self._can_drain:
             self._finish()
         self.close()
@@ -166,17 +166,17 @@ class Ending:
     def _finish(self) -> None:
         self._forget_left()
         assert self._rank is not None
-        with self._words():
+        with self._error_wording():
             self._loop.note_resumed()
         self._rank.worker.stop()
         self._drain()
 
     def _drain(self) -> None:
-        """Let the algorithm come to its end, without computing its remaining leases."""
+        """Run the algorithm to its end without computing its remaining leases."""
         assert self.batches is not None
         self.batches.close()
         self._loop.drain()
-        with self._words():
+        with self._error_wording():
             self.conclude()
 
     def _forget_left(self) -> None:
@@ -192,7 +192,7 @@ class Ending:
 
     # -- runs that are closed -------------------------------------------------------------------
     def close(self) -> None:
-        """End the run where it is, see :meth:`DataParallel.close`."""
+        """End the run before its loop does; see :meth:`DataParallel.close`."""
         if self.has_ended:
             return
         rank = self._rank
@@ -218,7 +218,7 @@ class Ending:
             )
 
     def _give_up(self) -> None:
-        """Give back what this rank has, as all ranks do."""
+        """Release this rank's part in the run, as all ranks do."""
         self._forget_left()
         assert self._rank is not None
         self.was_closed = True
@@ -226,10 +226,10 @@ class Ending:
         self.release()
 
     def close_after(self, error: BaseException) -> None:
-        """Close the run if that is possible: an error leaves ``with DataParallel(...)``.
+        """Close the run, if possible, after an error in ``with DataParallel(...)``.
 
-        Among several ranks it is not if this rank's algorithm has failed, or has not begun. The
-        error then propagates, and ends the job if it is not caught.
+        With several ranks it is not possible if this rank's algorithm has failed or has not begun.
+        The error then propagates, and ends the job if it is not caught.
         """
         if self._is_alone or (isinstance(error, Exception) and self._can_drain):
             self.close()
@@ -242,10 +242,10 @@ class Ending:
         return transport is not None and transport.size == 1
 
     def _at_exit(self) -> None:
-        """Let no rank end its program while others wait for it."""
+        """Complete the run, or end the job, so that no rank waits for one that has exited."""
         rank = self._rank
         if rank is not None and rank.session.suspended and rank.evaluations.busy:
-            # Python cannot end in order while a thread computes.
+            # Python cannot exit cleanly while a thread computes.
             guard.leave(SUSPENDED_STATUS)
         try:
             self.finish_left()
@@ -262,7 +262,7 @@ class Ending:
 
 
 def end_other_run() -> None:
-    """Close an earlier run in one process: two runs at once would share one MPI.
+    """Close an earlier run in this process: two runs at once would share one MPI.
 
     Raises:
         UserError: an earlier run has not ended, and has several ranks.

@@ -1,4 +1,4 @@
-"""Before training: ranks that disagree never start."""
+"""Agreement checks before training: ranks that disagree never start."""
 
 from __future__ import annotations
 
@@ -17,19 +17,15 @@ from aladdin_mpi.options.run import RunOptions, agreed, differences
 from aladdin_mpi.transport.base import Transport
 
 GPU_BUCKET_MB = 16.0
-"""Each bucket costs the host time in Python: with 24 of 4 MB a GPU waited for it (docs/gpus.md)."""
+"""Each bucket costs host time in Python: with 24 buckets of 4 MB a GPU waited (docs/gpus.md)."""
 Options = TypeVar("Options", bound=RunOptions)
 
 
 def with_bucket_size(transport: Transport, options: Options, device: torch.device) -> Options:
-    """Return ``options`` with the largest message for the devices of all ranks.
+    """Return ``options`` with the bucket size for the devices of all ranks.
 
-    All ranks call it. In virtual time, whose workers need not be this machine's, nothing changes.
-
-    Args:
-        transport: among all ranks.
-        options: of the run; a size that the user has given stays.
-        device: this rank's.
+    All ranks call it. A size set by the user has precedence. Simulations keep the default, since
+    their workers need not be this machine's.
     """
     if transport.models_time or "bucket_mb" in options.model_fields_set:
         return options
@@ -49,12 +45,11 @@ def check_agreement(
 ) -> None:
     """Check that every rank has rank 0's options, parameters, optimizer, its state and versions.
 
-    Of parameters the shapes, and how they lie in memory: the flat vector is in memory's order.
-
-    And the same data as the first worker that lives, who says more of them than a server does.
+    Parameters are compared by shape and memory layout, as the flat vector is in memory order.
+    The data are compared with those of the first surviving worker: a server does not read them.
 
     Raises:
-        UserError: at rank 0, with what differs on which rank.
+        UserError: at rank 0, with the differences of each rank.
         RefusedError: at the others.
         LostError: at rank 0, every worker has failed.
     """
@@ -73,35 +68,35 @@ def check_agreement(
     )
     first = broadcast(transport, mine)
     everyone = gather(transport, dict(data))
-    reference = broadcast(transport, everyone and _first_told(everyone[first_worker:]))
+    reference = broadcast(transport, everyone and _first_surviving(everyone[first_worker:]))
     expected = {name: reference[name] for name in data}
     all_or_none(transport, lambda: _compare(first, mine, expected, data))
 
 
-def _first_told(facts: list[Any]) -> Any:
-    """Those of the first worker that lives.
+def _first_surviving(facts: list[Any]) -> Any:
+    """Return the facts of the first surviving worker.
 
     Raises:
-        LostError: none does.
+        LostError: every worker has failed.
     """
-    told = next((each for each in facts if each is not None), None)
-    if told is None:
+    first = next((each for each in facts if each is not None), None)
+    if first is None:
         raise LostError("every worker failed before training began")
-    return told
+    return first
 
 
 def _compare(first: str, mine: str, expected: dict[str, Any], data: Mapping[str, Any]) -> None:
-    found = [] if mine == first else differences(json.loads(first), json.loads(mine))
+    changes = [] if mine == first else differences(json.loads(first), json.loads(mine))
     others = differences(expected, data)
-    if others and not any(line.startswith("option.") for line in found):
-        # Of which other shapes of parameters may be the consequence.
+    if others and not any(line.startswith("option.") for line in changes):
+        # The data are the likelier cause: shapes of parameters may depend on them.
         raise UserError(
             f"the training data differ from worker 0's (its value first): {'; '.join(others)}. "
             "Pass every worker the same data set."
         )
-    if found:
-        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+    if changes:
+        more = f" and {len(changes) - 5} more" if len(changes) > 5 else ""
         raise UserError(
-            f"differs from rank 0 (rank 0's value first): {'; '.join(found[:5])}{more}. Start "
+            f"differs from rank 0 (rank 0's value first): {'; '.join(changes[:5])}{more}. Start "
             "every rank with the same options, code and environment (docs/troubleshooting.md)."
         )

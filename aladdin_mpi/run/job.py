@@ -1,4 +1,4 @@
-"""The ranks of this job and their devices, known before a run is made."""
+"""The ranks of this job and their devices, which are known before a run is built."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from aladdin_mpi.transport.base import Transport
 
 
 def choose_device(wanted: str, transport: Transport | Job, servers: int) -> torch.device:
-    """A GPU by the worker's place among the workers of its host; servers take none.
+    """Return a worker's device: a GPU by its index on the host, if any; servers use the CPU.
 
-    A task that was given one GPU of its own sees no other, and takes that one. With more workers
-    than GPUs they share, of which :mod:`aladdin_mpi.run.placement` warns.
+    A task that sees only its own GPU takes that one. If a host has more workers than GPUs, they
+    share them, and :mod:`aladdin_mpi.run.placement` warns.
 
-    In virtual time all ranks share one process and its first GPU.
+    In a simulation all ranks share one process and its first GPU.
 
     Args:
-        transport: knows this rank's host.
-        wanted: ``auto``, ``cpu``, ``gpu``, or a kind of GPU as torch calls it.
+        transport: has this rank's host.
+        wanted: ``auto``, ``cpu``, ``gpu``, or torch's name for a type of GPU.
         servers: number of server ranks, the first ones.
 
     Raises:
-        UserError: a GPU is wanted and this worker's host has none of that kind.
+        UserError: a GPU is requested and this worker's host has none of that type.
     """
     if transport.rank < servers or wanted == "cpu":
         return torch.device("cpu")
@@ -56,7 +56,7 @@ TIMEOUT: float = RunOptions.model_fields["timeout"].default
 
 @dataclass
 class Job:
-    """Where this rank is among all ranks.
+    """This rank's place among all ranks of the job.
 
     Attributes:
         hosts: for every rank the number of its host.
@@ -91,7 +91,7 @@ class Job:
         return self.rank >= self.servers and self.host not in workers_before
 
     def device(self, wanted: str) -> torch.device:
-        """Return the device that a run will choose; see :func:`.choose_device`."""
+        """Return the device that a run will choose for this rank."""
         return choose_device(wanted, self, self.servers)
 
 
@@ -104,10 +104,10 @@ def find_job(settings: Mapping[str, Any]) -> Job:
     simulated = simulated_rank()
     if simulated is not None:
         transport = simulated.transport
-        if transport is None:  # the script is run for its options alone
+        if transport is None:  # the script only runs to determine its options
             return Job(0, [0], 0, shares_process=True)
         typed = {path[0]: setting.value for path, setting in simulated.typed.items()}
-        servers = _servers({**settings, **typed})  # those typed go over the script's
+        servers = _servers({**settings, **typed})  # the command line overrides the script
         return Job(transport.rank, transport.hosts, servers, shares_process=True)
     start_mpi(float(settings.get("timeout", TIMEOUT)))
     from aladdin_mpi.transport.mpi import world
@@ -122,7 +122,7 @@ def find_job(settings: Mapping[str, Any]) -> Job:
 
 
 def start_mpi(timeout: float) -> None:
-    """Start MPI on this rank, if it has not started, and handle errors and signals.
+    """Start MPI on this rank, if it has not started, and install handlers of errors and signals.
 
     Raises:
         UserError: this process loads data for a rank.

@@ -1,4 +1,4 @@
-"""The user's loop and the algorithm's, which take turns as greenlets, and checks of the former."""
+"""The user's loop and the algorithm's, which alternate as greenlets; checks of the user's loop."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from aladdin_mpi.worker.worker import Worker
 def allreduce(worker: Worker, value: float | Tensor) -> tuple[Tensor, int]:
     """Return the sum of ``value`` over all surviving workers, in fp64, and their number.
 
-    Each worker sends its own to all others and adds them up in the order of the workers: all have
-    the same sum, bit for bit. A collective of MPI would need the servers too.
+    Each worker sends its value to all others and adds them in the order of the workers, so that
+    the sums are bit-identical. An MPI collective would require the servers too.
 
     Raises:
-        LostError: the group is revoked. The workers that wait here cannot continue in the next one,
-            whose other workers may have to make steps with them before they come here.
+        LostError: the group is revoked. The workers that wait here cannot continue in the next
+            one, where other workers may need steps from them before they reach this call.
     """
     transport = worker.whole
     mine = torch.as_tensor(value, dtype=torch.float64).detach().cpu().reshape(-1).contiguous()
@@ -63,13 +63,13 @@ def allreduce(worker: Worker, value: float | Tensor) -> tuple[Tensor, int]:
 
 
 class Loop:
-    """A worker's batches for the user's loop, and the gradients for the algorithm's.
+    """Exchange between two loops: batches for the user's, gradients for the algorithm's.
 
     Args:
         deliver: puts a batch on the device.
 
     Attributes:
-        skipping: the loop has been left: leases are no longer computed.
+        skipping: the loop has been left, so that leases are no longer computed.
         has_finished: the algorithm has ended without an error.
         is_last: the present batch completes its lease.
     """
@@ -91,7 +91,7 @@ class Loop:
 
     # -- the algorithm's side -------------------------------------------------------------
     def compute(self, lease: SampleLease) -> Loss:
-        """Let the user's loop compute a lease's batches, to the last one's step()."""
+        """Let the user's loop compute a lease's batches, up to the last one's step()."""
         assert self._user_side is not None
         loss: Loss = self._user_side.switch(lease)
         return loss
@@ -120,20 +120,20 @@ class Loop:
         return self._algorithm_side is not None and getcurrent() is not self._algorithm_side
 
     def follow(self, rank: Rank, source: Source | None) -> None:
-        """Continue with this part in the run, and these data; None: there are none."""
+        """Continue with this part in the run and these data; ``source`` is None without data."""
         self._rank, self._source = rank, source
         self._batch_size = rank.context.options.batch_size
         if self._watch is not None:
             self._watch.renew()
 
     def batches(self, train: Callable[[], None], watch: LoopWatch | None) -> Iterator[Any]:
-        """Yield the batches until the budget is used up; None for each if there are no data.
+        """Yield the batches until the budget is used up; each is None if there are no data.
 
-        `NO_BATCH` stands for a lease without samples: see :meth:`note_empty`.
+        `NO_BATCH` stands for a lease without samples, as in :meth:`note_empty`.
 
         Args:
-            train: the algorithm's side.
-            watch: checks the user's side.
+            train: the algorithm's loop.
+            watch: checks of the user's loop.
         """
         self._watch = watch
         self._user_side = getcurrent()
@@ -149,18 +149,18 @@ class Loop:
 
     def _batches_of_lease(self) -> Iterator[Any]:
         assert self.lease is not None
-        left = self.lease.size
+        remaining = self.lease.size
         self._handed_over = False
-        if not left:
+        if not remaining:
             yield NO_BATCH
             self.note_resumed()
-        while left and not self.skipping:
-            size = min(left, self._batch_size)
-            left -= size
-            self._begin(is_last=not left)
+        while remaining and not self.skipping:
+            size = min(remaining, self._batch_size)
+            remaining -= size
+            self._begin(is_last=not remaining)
             batch = None
             if self._source is not None:
-                with no_exit():  # the user's data set, transforms and collate_fn
+                with no_exit():  # the user's dataset, transforms and collate_fn
                     batch = self._source.next_batch(size)
                 batch = self._deliver(batch)
             yield batch
@@ -172,10 +172,10 @@ class Loop:
         self._stepped = True
 
     def note_resumed(self) -> None:
-        """Check what the user's loop did after its step, when it has returned or has been left.
+        """Check the model when control returns from the user's loop after a step.
 
         Raises:
-            UserError: it has changed the model, and the algorithm would lose that.
+            UserError: the loop has changed the model, and the algorithm would lose the change.
         """
         if self._watch is not None and self._stepped:
             self._watch.resume()
@@ -200,7 +200,7 @@ class Loop:
             )
 
     def step(self, loss: Tensor | float | None) -> None:
-        """Take a batch's gradient; with the last one of a lease the algorithm continues."""
+        """Take a batch's gradient; after the last batch of a lease, continue the algorithm."""
         if self._algorithm_side is None or self._stepped:
             raise UserError(
                 "training loop: step() was called without a batch. Call it once for each batch "
@@ -214,7 +214,7 @@ class Loop:
             self._hand_over()
 
     def _hand_over(self) -> None:
-        """Return when the algorithm needs the next gradient."""
+        """Continue the algorithm until it needs the next gradient."""
         assert self._algorithm_side is not None
         self._handed_over = True
         loss: Loss = SKIPPED
@@ -228,18 +228,18 @@ class Loop:
 
     # -- loops that do not end by themselves ------------------------------------------------
     def drain(self) -> None:
-        """Let the algorithm come to its end; further leases have no gradient."""
+        """Run the algorithm to its end; further leases have no gradient."""
         self._leave()
         while self.is_active:
             self._hand_over()
 
     def abandon(self) -> None:
-        """End the algorithm where it is. No other rank may wait for this one."""
+        """Abort the algorithm. No other rank may wait for this one."""
         self._leave()
         if self.is_active:
             assert self._algorithm_side is not None
             self._algorithm_side.parent = getcurrent()
-            with suppress(Exception):  # of an algorithm that is cut off
+            with suppress(Exception):  # raised by the aborted algorithm
                 self._algorithm_side.throw(GreenletExit)
 
     def _leave(self) -> None:
@@ -249,7 +249,7 @@ class Loop:
 
 
 def _value(loss: Tensor | float | None) -> Tensor | float | None:
-    """Return the loss as a number, or as a tensor if a device is still computing it."""
+    """Return the loss as a number, or as a tensor if it is on an accelerator."""
     if not isinstance(loss, Tensor):
         return loss
     if loss.numel() != 1:
@@ -257,17 +257,17 @@ def _value(loss: Tensor | float | None) -> Tensor | float | None:
             "training loop: expected one number as the loss in run.step(loss), got a tensor of "
             f"shape {list(loss.shape)}; call run.step(loss.mean())"
         )
-    is_there = loss.is_cpu or not is_accelerator(loss.device)
-    return loss.item() if is_there else loss.detach()
+    is_on_host = loss.is_cpu or not is_accelerator(loss.device)
+    return loss.item() if is_on_host else loss.detach()
 
 
-# -- what the user's loop must not do --------------------------------------------------------------
+# -- checks of the user's loop ---------------------------------------------------------------------
 COUNTS = "counts_for_aladdin_mpi"
-"""An attribute of ``GradScaler.scale`` that counts."""
+"""Attribute that marks a ``GradScaler.scale`` that counts its calls."""
 
 
 def _count_scaled_losses() -> None:
-    """Have ``GradScaler.scale`` count its calls; that stays in place when the run has ended."""
+    """Make ``GradScaler.scale`` count its calls, also after the run has ended."""
     scale = GradScaler.scale
     if hasattr(scale, COUNTS):
         return
@@ -290,7 +290,7 @@ KEPT = (
 
 
 class _ModuleParts:
-    """The modules and parameters that a module consists of, by the dicts that hold them."""
+    """The submodules and parameters of a module, by the dicts that hold them."""
 
     def __init__(self, module: nn.Module) -> None:
         self._dicts: list[dict[str, Any]] = []
@@ -299,7 +299,7 @@ class _ModuleParts:
         self._held = [list(held.values()) for held in self._dicts]
 
     def are_same(self) -> bool:
-        """Whether each dict still holds the same objects."""
+        """Return whether each dict still holds the same objects."""
         return all(
             len(now) == len(before) and all(map(is_, now.values(), before))
             for now, before in zip(self._dicts, self._held, strict=True)
@@ -309,24 +309,24 @@ class _ModuleParts:
 def _differing(
     parameters: Iterable[nn.Parameter], before: Sequence[int], now: Sequence[int]
 ) -> list[nn.Parameter]:
-    """Return the parameters of which two numbers differ; this is fast if none does."""
+    """Return the parameters whose entries in ``before`` and ``now`` differ; fast if none does."""
     if before == now:
         return []
     return [p for p, was, value in zip(parameters, before, now, strict=True) if was != value]
 
 
 class LoopWatch:
-    """Checks a module's parameters when a batch is handed out, and at its step().
+    """Checks of a module's parameters between handing out a batch and its step().
 
     Args:
-        module: whose parameters the run trains, in the run's memory.
-        own: the script's optimizer; None: the built-in one.
-        loses_writes: the algorithm, if it would lose what the loop writes into trained parameters
-            between two steps; else empty.
+        module: the trained module, whose parameters are in the run's memory.
+        own: the script's optimizer; None for the built-in one.
+        loses_writes: name of the algorithm, if it loses writes to trained parameters between two
+            steps; else empty.
     """
 
     scaled: ClassVar[int] = 0
-    """How often enabled ``GradScaler`` objects have scaled a loss, in this process."""
+    """Number of losses that enabled ``GradScaler`` objects have scaled in this process."""
 
     def __init__(
         self, module: nn.Module, own: UserOptimizer | None = None, loses_writes: str = ""
@@ -346,14 +346,14 @@ class LoopWatch:
         self._hook = register_optimizer_step_pre_hook(self._refuse_optimizer)
 
     def renew(self) -> None:
-        """Accept that the run itself has given the parameters other memory."""
+        """Accept the parameters' present memory, after the run itself has moved them."""
         self._places = [p.data_ptr() for p in self._flat]
 
     def resume(self) -> None:
-        """Refuse what the algorithm would lose: parameters written after the step.
+        """Refuse writes to parameters after the step, which the algorithm would lose.
 
         Raises:
-            UserError: names the first of them.
+            UserError: names the first such parameter.
         """
         if not self._loses_writes:
             return
@@ -417,7 +417,7 @@ class LoopWatch:
             self._parts = _ModuleParts(self._module)
 
     def _refuse_others(self) -> None:
-        """Refuse other trained parameters; modules and frozen parameters may be exchanged."""
+        """Refuse changes of the set of trained parameters; other parts may be replaced."""
         known = {p: self._names[p] for p in self._flat}
         now = {p: name for name, p in self._module.named_parameters() if p.requires_grad}
         changes = [

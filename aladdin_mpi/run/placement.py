@@ -1,4 +1,4 @@
-"""Where the ranks of a run are: told at its start, since a wrong binding only costs speed."""
+"""Placement of ranks on hosts, devices and cores, printed because a bad one only costs speed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CPUS = Path("/sys/devices/system/cpu")
 
 
 class RankPlace(NamedTuple):
-    """What one rank says of itself: ``near`` are the cores near its GPU, ``allowed`` all of its."""
+    """A rank's place; ``near`` are the cores near its GPU, ``allowed`` those it may use."""
 
     rank: int
     host: int
@@ -39,7 +39,7 @@ class RankPlace(NamedTuple):
 
 
 class CoreShare(NamedTuple):
-    """What a rank is bound to: the part ``place`` of ``parts`` equal ones of ``cores``."""
+    """A rank's share of ``cores``: number ``place`` of ``parts`` equal parts."""
 
     cores: tuple[int, ...]
     place: int
@@ -49,7 +49,7 @@ class CoreShare(NamedTuple):
 def bind_to_near(
     transport: Transport, device: torch.device, bus: Path = BUS, cpus: Path = CPUS
 ) -> None:
-    """Bind this process to cores near ``device``, unless that is none or the launcher has bound it.
+    """Bind this process to cores near ``device``, unless it has none or the launcher has bound it.
 
     All ranks call it.
     """
@@ -57,22 +57,22 @@ def bind_to_near(
         return
     allowed = as_cpulist(sorted(os.sched_getaffinity(0)))
     mine = transport.rank, transport.host, as_cpulist(near(bus_address(device), bus)), allowed
-    told = [
+    places = [
         RankPlace(rank, host, cpulist(near_cores), cpulist(cores))
         for rank, host, near_cores, cores in gather(transport, mine)
     ]
-    dealt = {
+    shares = {
         str(rank): (as_cpulist(share.cores), share.place, share.parts)
-        for rank, share in deal(told).items()
+        for rank, share in share_cores(places).items()
     }
-    share = broadcast(transport, dealt).get(str(transport.rank))
+    share = broadcast(transport, shares).get(str(transport.rank))
     if share is not None:
         cores, place, parts = share
         bind(split(cpulist(cores), parts, cpus)[place])
 
 
 def near(address: str | None, bus: Path = BUS) -> tuple[int, ...]:
-    """The cores near the device at an address such as "0000:03:00.0"; none: nobody knows."""
+    """Return the cores near the device at a PCI address, "0000:03:00.0"; empty if unknown."""
     if address is None:
         return ()
     try:
@@ -82,7 +82,7 @@ def near(address: str | None, bus: Path = BUS) -> tuple[int, ...]:
 
 
 def nearness(device: torch.device, cores: Sequence[int], bus: Path = BUS) -> str:
-    """How ``cores`` lie to ``device``: "near", "far", or "" for some of both or nobody knows."""
+    """Return "near" or "far" if all ``cores`` are so to ``device``; "" if mixed or unknown."""
     wanted = set(near(bus_address(device), bus))
     if not wanted or not cores:
         return ""
@@ -90,16 +90,16 @@ def nearness(device: torch.device, cores: Sequence[int], bus: Path = BUS) -> str
 
 
 def cpulist(text: str) -> tuple[int, ...]:
-    """The cores of a list such as "18-23,66-71"."""
-    found: list[int] = []
+    """Return the cores in a list such as "18-23,66-71"."""
+    cores: list[int] = []
     for part in text.strip().split(",") if text.strip() else []:
         first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return tuple(found)
+        cores += range(int(first), int(last or first) + 1)
+    return tuple(cores)
 
 
 def as_cpulist(cores: Sequence[int]) -> str:
-    """The inverse of :func:`cpulist`, for numbers in order."""
+    """Return cores in ascending order as a list such as "18-23,66-71"."""
     runs: list[list[int]] = []
     for core in cores:
         if runs and core == runs[-1][-1] + 1:
@@ -109,24 +109,24 @@ def as_cpulist(cores: Sequence[int]) -> str:
     return ",".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def deal(places: Sequence[RankPlace]) -> dict[int, CoreShare]:
-    """Who is bound to what; ranks that are left alone are not in it."""
-    found: dict[int, CoreShare] = {}
+def share_cores(places: Sequence[RankPlace]) -> dict[int, CoreShare]:
+    """Return the share of cores of each rank that is to be bound."""
+    shares: dict[int, CoreShare] = {}
     for host in {place.host for place in places}:
-        found |= _deal_on_host([place for place in places if place.host == host])
-    return found
+        shares |= _share_on_host([place for place in places if place.host == host])
+    return shares
 
 
-def _deal_on_host(places: Sequence[RankPlace]) -> dict[int, CoreShare]:
+def _share_on_host(places: Sequence[RankPlace]) -> dict[int, CoreShare]:
     if len({place.allowed for place in places}) > 1:
-        return {}  # the launcher has dealt the cores
+        return {}  # the launcher has bound the ranks
     sharing: dict[tuple[int, ...], list[int]] = {}
     for place in places:
         cores = tuple(core for core in place.near if core in place.allowed)
         sharing.setdefault(cores, []).append(place.rank)
     bound = {cores: ranks for cores, ranks in sharing.items() if cores}
     if sum(map(len, bound.values())) < 2:
-        return {}  # nobody to keep apart from
+        return {}  # a single rank has no other to be separated from
     return {
         rank: CoreShare(cores, place, len(ranks))
         for cores, ranks in bound.items()
@@ -135,7 +135,7 @@ def _deal_on_host(places: Sequence[RankPlace]) -> dict[int, CoreShare]:
 
 
 def split(cores: Sequence[int], count: int, cpus: Path = CPUS) -> list[tuple[int, ...]]:
-    """Equal parts; hyperthreads of one core stay together, if there are enough cores for that."""
+    """Split into equal parts; hyperthreads of a core stay together if there are enough cores."""
     whole: dict[tuple[int, ...], list[int]] = {}
     for core in cores:
         whole.setdefault(siblings(core, cpus), []).append(core)
@@ -148,10 +148,9 @@ def split(cores: Sequence[int], count: int, cpus: Path = CPUS) -> list[tuple[int
 
 
 def siblings(core: int, cpus: Path = CPUS) -> tuple[int, ...]:
-    """The hyperthreads of the core that ``core`` is one of; itself alone where nobody knows.
+    """Return the hyperthreads that share a core with ``core``; only ``core`` if unknown.
 
-    Their numbers may be far apart (0 and 64) or neighbours, as may the cores of a socket (0, 2, 4):
-    numbers alone do not tell.
+    They cannot be derived from the numbers: siblings may be far apart (0 and 64) or neighbours.
     """
     try:
         return cpulist((cpus / f"cpu{core}" / "topology" / "thread_siblings_list").read_text())
@@ -160,24 +159,24 @@ def siblings(core: int, cpus: Path = CPUS) -> tuple[int, ...]:
 
 
 def bind(cores: Sequence[int]) -> None:
-    """Bind all threads of this process, those that there are already too.
+    """Bind all threads of this process, including existing ones.
 
-    Where the system forbids it, as some containers do, or there are no ``cores``, nothing is done.
+    Do nothing without ``cores``, or if the system forbids binding, as in some containers.
     """
     if not cores:
         return
     for thread in THREADS.iterdir() if THREADS.is_dir() else []:
-        with suppress(OSError):  # it has ended meanwhile, or may not be bound
+        with suppress(OSError):  # the thread has ended, or binding is forbidden
             os.sched_setaffinity(int(thread.name), cores)
     if os.sched_getaffinity(0) <= set(cores) and torch.get_num_threads() > len(cores):
         torch.set_num_threads(len(cores))
 
 
 LONG = 32
-"""More ranks than these are told host by host, equal hosts in one line."""
+"""More ranks than these are listed by host, with identical hosts in one line."""
 
 
-def tell_placement(
+def print_placement(
     transport: Transport,
     device: torch.device,
     servers: int,
@@ -185,20 +184,20 @@ def tell_placement(
     was_chosen: bool = True,
     spares: int = 0,
 ) -> None:
-    """Print at rank 0 where every rank computes, and warn of GPUs shared, far from it, or idle.
+    """Print every rank's placement at rank 0; warn of shared or idle GPUs and of distant cores.
 
-    All ranks call it. In virtual time there is only the last warning to give, on one host.
+    All ranks call it. A simulation has one process and can only warn of idle GPUs.
 
     Args:
         transport: among all ranks.
         device: this rank's.
         servers: number of server ranks, the first ones.
         quiet: only warn.
-        was_chosen: the user wants this device, and no other.
+        was_chosen: the user has requested this device.
         spares: number of spare ranks, the last ones.
     """
     if transport.shares_process:
-        # A worker, or a spare rank, and the others are where it is.
+        # The last rank, a worker or a spare, stands for all of them.
         if transport.rank == transport.size - 1:
             guard.warn(idle_gpus([place(transport.rank, device, servers, was_chosen)]))
         return
@@ -213,7 +212,7 @@ def tell_placement(
 
 
 def place(rank: int, device: torch.device, servers: int, was_chosen: bool = True) -> dict[str, Any]:
-    """What the other ranks are told of this one: its host, role, device and cores."""
+    """Return this rank's host, role, device and cores, for the other ranks."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     fell_back = not (rank < servers or was_chosen or is_accelerator(device) or are_hidden())
     return {
@@ -229,10 +228,10 @@ def place(rank: int, device: torch.device, servers: int, was_chosen: bool = True
 
 
 def by_rank(facts: Sequence[dict[str, Any]]) -> list[str]:
-    """A line for each rank."""
-    lie = {"near": "near its GPU", "far": "far from its GPU", "": ""}
+    """Return a line for each rank."""
+    distance = {"near": "near its GPU", "far": "far from its GPU", "": ""}
     table = [
-        [f"rank {f['rank']}", f["host"], f["role"], f["device"], _cores(f), lie[f["nearness"]]]
+        [f"rank {f['rank']}", f["host"], f["role"], f["device"], _cores(f), distance[f["nearness"]]]
         for f in facts
     ]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -243,7 +242,7 @@ def by_rank(facts: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def by_host(facts: Sequence[dict[str, Any]]) -> list[str]:
-    """A line for each kind of host: how many there are, and what one of them holds."""
+    """Return a line for each kind of host: the number of such hosts and the ranks on one."""
     hosts: dict[str, list[dict[str, Any]]] = {}
     for fact in facts:
         hosts.setdefault(fact["host"], []).append(fact)
@@ -274,7 +273,7 @@ def _span(names: Sequence[str]) -> str:
 
 
 def shared_gpus(facts: Iterable[dict[str, Any]]) -> list[str]:
-    """A warning for each GPU that several workers have; those that wait do not use theirs."""
+    """Return a warning for each GPU that several workers share; spare ranks do not count."""
     users: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for fact in facts:
         if fact["gpu"] is not None and fact["role"] != "spare":
@@ -289,7 +288,7 @@ def shared_gpus(facts: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def idle_gpus(facts: Iterable[dict[str, Any]]) -> list[str]:
-    """A warning of workers on the CPU of hosts that have GPUs, in one line."""
+    """Return a warning if workers use the CPU on hosts that have GPUs."""
     hosts = {fact["host"]: fact["idle_gpus"] for fact in facts if fact["idle_gpus"]}
     if not hosts:
         return []
@@ -302,7 +301,7 @@ def idle_gpus(facts: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def far_cores(facts: Iterable[dict[str, Any]]) -> list[str]:
-    """A warning of workers that are bound to cores far from their GPUs, in one line."""
+    """Return a warning if workers are bound to cores far from their GPUs."""
     far = [fact for fact in facts if fact["nearness"] == "far"]
     if not far:
         return []
@@ -315,6 +314,6 @@ def far_cores(facts: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def _cores(fact: dict[str, Any]) -> str:
-    """``cores 0-7,16``."""
+    """Return a text such as ``cores 0-7,16``."""
     cores = fact["cores"]
     return f"core{'s' * (len(cores) > 1)} {as_cpulist(cores)}" if cores else ""

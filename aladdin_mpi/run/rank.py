@@ -29,13 +29,13 @@ from aladdin_mpi.worker.worker import Worker
 
 @dataclass(frozen=True)
 class Rank:
-    """A session with what opens before it and closes after it.
+    """A session with the components that open before it and close after it.
 
     Attributes:
         evaluations: one of the session's hooks; so are ``user_metrics``, ``skips`` and
             ``standby``.
-        log: likewise, at rank 0.
-        replicas: of other ranks' servers; None: there are none.
+        log: the training log, a hook at rank 0; None elsewhere.
+        replicas: of other ranks' servers; None without replication.
     """
 
     session: Session
@@ -51,27 +51,27 @@ class Rank:
 
     @property
     def context(self) -> Context:
-        """What all components of this rank share."""
+        """The context that all components of this rank share."""
         return self.session.context
 
     @property
     def worker(self) -> Worker:
-        """A worker's. Raises AttributeError on a server."""
+        """The worker of this rank. Raises AttributeError on a server."""
         if not isinstance(self.session.role, TrainingWorker):
             raise AttributeError("a server has no worker")
         return self.session.role.worker
 
     def rate(self) -> float:
-        """The learning rate of a worker's present step; that of the first group."""
+        """Return the learning rate of a worker's present step, of the first parameter group."""
         return self.worker.lr * self.optimizer.rate
 
     def suspend(self) -> None:
-        """End everything and leave: a signal has ended the run, which is saved."""
+        """Release everything after a signal has ended the run, which is saved."""
         session = self.session
         session.end(RunEnd.SUSPENDED)
         name = signal.Signals(session.suspended).name
-        self._say(f"stopped by {name}", f"resume with: --resume {self.folder.path}")
-        self._leave()
+        self._print(f"stopped by {name}", f"resume with: --resume {self.folder.path}")
+        self._release()
         self.context.transport.close(SUSPENDED_STATUS)
 
     def give_up(self) -> None:
@@ -84,17 +84,17 @@ class Rank:
         """Close the run before its end, on every rank."""
         self.session.end(RunEnd.CLOSED)
         if not self.context.options.quiet:
-            self._say("closed", guard.remedy())
-        self._leave()
+            self._print("closed", guard.remedy())
+        self._release()
 
-    def _say(self, event: str, remedy: str) -> None:
-        """At rank 0: say where the run has ended."""
+    def _print(self, event: str, remedy: str) -> None:
+        """Print at rank 0 the sample at which the run has ended."""
         if self.session.coordinator is not None:
             drawn, total = self.session.coordinator.budget.drawn, self.session.plan.total
             console.say(f"aladdin_mpi: {event} at sample {drawn} of {total}; {remedy}")
 
     def complete(self) -> dict[str, Any]:
-        """Complete the model everywhere, measure it, write all results; the summary at rank 0."""
+        """Complete the model on all ranks, evaluate it, and return the summary at rank 0."""
         session, context, role = self.session, self.context, self.session.role
         session.end(RunEnd.COMPLETED)
         waiting = context.transport.traffic.waiting  # what follows is not training
@@ -126,11 +126,11 @@ class Rank:
         )
         self.evaluations.share_statistics()
         if context.transport.is_revoked(without=0):
-            broadcast(context.transport, None)  # rank 0 has written all: no rank is needed any more
-        self._leave()
+            broadcast(context.transport, None)  # rank 0 has written all results
+        self._release()
         return summary
 
-    def _leave(self) -> None:
+    def _release(self) -> None:
         self.heartbeats.close()
         self.evaluations.close()
         self.session.role.close()

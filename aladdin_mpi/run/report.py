@@ -1,4 +1,4 @@
-"""The results of a run for people: curves and a table."""
+"""The results of a run as curves and a table."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from aladdin_mpi.process.files import written_whole
 
 CURVES = "curves.png"
 WRITTEN_BY = {"tensorboard": f"{TENSORBOARD}/", "matplotlib": CURVES}
-"""What the run folder has only if a library is installed."""
+"""Files of the run folder that require an optional library."""
 
 
 def not_written() -> str:
-    """A line that says what the run folder will lack and how to get it; empty if nothing."""
+    """Return a line on files that will be missing without a library; empty if none will be."""
     libraries = extras.missing(*WRITTEN_BY)
     if not libraries:
         return ""
@@ -33,7 +33,7 @@ Lines = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Panel:
-    """A curve of its own: the kind of line, and which figures of it are the axes."""
+    """A curve: the kind of line in the metrics, and the figures on its axes."""
 
     kind: str
     x: str
@@ -42,9 +42,8 @@ class Panel:
     is_log: bool = False
 
     def points(self, lines: Lines) -> list[tuple[float, float]]:
-        """The points with a finite figure; on a logarithmic axis one above 0."""
-        found = [line for line in lines if line["kind"] == self.kind]
-        values = [(line[self.x], line.get(self.y)) for line in found]
+        """Return the points with a finite value; on a logarithmic axis, only positive ones."""
+        values = [(line[self.x], line.get(self.y)) for line in lines if line["kind"] == self.kind]
         finite = [(x, y) for x, y in values if y is not None and isfinite(y)]
         return [(x, y) for x, y in finite if y > 0 or not self.is_log]
 
@@ -52,24 +51,24 @@ class Panel:
 LOSS = Panel("train", "epoch", "loss", "training loss")
 VARIANCE = Panel("eval", "epoch", "model_variance", "relative variance among models", is_log=True)
 ACCURACIES = tuple(Panel("eval", x, "test_accuracy", "test accuracy") for x in ("epoch", "seconds"))
-THROUGHPUT = Panel("train", "seconds", "samples_per_second", "samples/s")
+THROUGHPUT = Panel("train", "seconds", "samples_per_second", "throughput (samples/s)")
 LOSSES = tuple(Panel("eval", x, "test_loss", "test loss") for x in ("epoch", "seconds"))
-X_LABELS = {"epoch": "epochs", "seconds": "training time, s"}
+X_LABELS = {"epoch": "epochs", "seconds": "training time (s)"}
 
 
 def draw_curves(
     lines: Lines, path: Path, title: str, failures: Sequence[Mapping[str, Any]] = ()
 ) -> None:
-    """Draw loss and accuracy against epochs, and accuracy against time, into a PNG.
+    """Draw loss and accuracy against epochs, and accuracy against time, into a PNG file.
 
-    Without accuracy it is the test loss, and if the workers' models differ also the variance
-    among them. What was not measured has no panel; if nothing was, or without matplotlib, there is
-    no picture. Ranks that failed, by the summary's ``failures``, are marked, and then the
-    throughput has a panel.
+    The test loss replaces a missing accuracy. If the workers' models differ, a panel shows the
+    variance among them. Figures that were not measured have no panel; without any, or without
+    matplotlib, no file is written. If ranks have failed, by the summary's ``failures``, they are
+    marked, and the throughput has a panel.
     """
-    deaths = ranks_lost(failures)
+    lost = ranks_lost(failures)
     measured = ACCURACIES if ACCURACIES[0].points(lines) else LOSSES
-    panels = (LOSS, *measured, VARIANCE, *[THROUGHPUT] * bool(deaths))
+    panels = (LOSS, *measured, VARIANCE, *[THROUGHPUT] * bool(lost))
     shown = {panel: points for panel in panels if (points := panel.points(lines))}
     if not shown or extras.missing("matplotlib"):
         return
@@ -84,8 +83,8 @@ def draw_curves(
     )
     for axis, (panel, points) in zip(axes[0], shown.items(), strict=True):
         _draw_panel(axis, panel, points)
-        for death in deaths:
-            _mark(axis, death[panel.x], f" rank {death['rank']}")
+        for failure in lost:
+            _mark(axis, failure[panel.x], f" rank {failure['rank']}")
     figure.suptitle(title, fontsize=10)
     with written_whole(path) as temporary:
         figure.savefig(temporary, dpi=110)
@@ -110,7 +109,7 @@ def _mark(axis: Any, x: float, text: str) -> None:
 
 
 def ranks_lost(failures: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Those of a summary's failures that are the end of a rank."""
+    """Return those of a summary's failures in which a rank failed or was excluded."""
     return [failure for failure in failures if "samples_lost" in failure]
 
 
@@ -120,22 +119,23 @@ ROWS = (
     ("workers", "workers", ""),
     ("servers", "servers", ""),
     ("model", "model", ""),
-    ("dataset", "data set", ""),
+    ("dataset", "dataset", ""),
     ("samples", "samples", ""),
-    ("seconds", "training time, without evaluations and checkpoints", "s"),
-    ("samples_per_second", "throughput of all workers", "samples/s"),
+    ("seconds", "training time (without evaluation)", "s"),
+    ("samples_per_second", "throughput", "samples/s"),
     ("test_accuracy", "test accuracy", ""),
     ("test_loss", "test loss", ""),
     ("gradients_computed", "gradients computed", ""),
     ("gradients_applied", "gradients applied", ""),
-    ("images_skipped", "images that could not be read", ""),
-    ("bytes_sent_per_step", "sent by a worker for a step", "bytes"),
+    ("images_skipped", "unreadable images", ""),
+    ("bytes_sent_per_step", "sent per step and worker", "bytes"),
 )
-WAITED = "share of their time that workers waited"
+WAITED = "time waiting"
+FATES = {"died": "failed", "left out": "excluded"}
 
 
 def table(summary: Mapping[str, Any], figures: Mapping[str, float]) -> str:
-    """The summary as a table of plain text, and below it ``figures`` of the user's own."""
+    """Return the summary as a plain-text table, followed by the user's ``figures``."""
     rows = [
         (label, f"{_shown(summary[key])} {unit}".rstrip())
         for key, label, unit in ROWS
@@ -153,8 +153,9 @@ def table(summary: Mapping[str, Any], figures: Mapping[str, float]) -> str:
 def _failure_row(failure: Mapping[str, Any]) -> tuple[str, str]:
     lost, at = failure["samples_lost"], console.number(failure["samples"])
     about = f"at sample {at}, after {console.number(failure['seconds'])} s"
+    fate = FATES.get(failure["what"], failure["what"])
     return (
-        "rank {rank} (host {host}) {what}".format(**failure),
+        f"rank {failure['rank']} (host {failure['host']}) {fate}",
         f"{about}; {console.number(lost)} sample{'s' * (lost != 1)} lost",
     )
 

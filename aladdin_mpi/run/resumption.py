@@ -1,4 +1,4 @@
-"""Resume a run: find its last checkpoint, and take up the state."""
+"""The decision whether to start, resume or skip a run, from the state of its folder."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from aladdin_mpi.process import console, files
 from aladdin_mpi.transport.base import Transport
 
 Options = TypeVar("Options", bound=RunOptions)
-Decision = Literal["as asked", "start", "replace", "resume", "complete"]
-"""``as asked``: without ``--resume auto``."""
+Decision = Literal["as requested", "start", "replace", "resume", "complete"]
+""""as requested" stands for a run without ``--resume auto``."""
 
 
 def agree_on_resume(transport: Transport, request: RunRequest[Options]) -> Options | None:
-    """Return the options to run with, as rank 0 decides; None if nothing is left to do.
+    """Return the options to run with, as rank 0 decides; None if the run is complete.
 
     Args:
         transport: over all ranks, each of which calls this.
@@ -46,22 +46,22 @@ def agree_on_resume(transport: Transport, request: RunRequest[Options]) -> Optio
 
 
 def decide(request: RunRequest[Options]) -> Decision:
-    """What to do with ``--run-dir``.
+    """Decide what to do with the folder in ``--run-dir``.
 
     Raises:
         UserError: it holds another run.
     """
-    asked = request.options
-    folder = asked.run_dir
-    if asked.resume != AUTO or folder is None:
-        return "as asked"
+    requested = request.options
+    folder = requested.run_dir
+    if requested.resume != AUTO or folder is None:
+        return "as requested"
     if not (folder / CONFIG_NAME).is_file():
         return "start"
     resumed = _resumed(request, folder)
-    if asked.dataset == OWN_DATA and ("batch_size",) not in request.given:
-        # That of its DataLoader, which the program does not say.
-        asked = asked.model_copy(update={"batch_size": resumed.batch_size})
-    _check_same(folder, resumed, asked)
+    if requested.dataset == OWN_DATA and ("batch_size",) not in request.given:
+        # The batch size of the DataLoader is not known yet.
+        requested = requested.model_copy(update={"batch_size": resumed.batch_size})
+    _check_same(folder, resumed, requested)
     if (folder / SUMMARY).is_file():
         stored = build(request.model, resumed_settings(request.model, {}, folder))
         return "complete" if _is_complete(folder, stored, resumed) else "resume"
@@ -69,48 +69,48 @@ def decide(request: RunRequest[Options]) -> Decision:
 
 
 def _resumed(request: RunRequest[Options], folder: Path) -> Options:
-    """The folder's options, and over them what may be given beside ``--resume``."""
-    model, asked = request.model, request.options
+    """Return the folder's options, overridden by those that may be combined with ``--resume``."""
+    model, requested = request.model, request.options
     kept = {path: s for path, s in request.given.items() if path[0] in RESUME_FIELDS}
     update: dict[str, Any] = {"resume": folder}
-    if asked.allow_resize:
+    if requested.allow_resize:
         names = RESIZE_FIELDS.intersection(model.model_fields)
-        update |= {name: getattr(asked, name) for name in names}
+        update |= {name: getattr(requested, name) for name in names}
     return build(model, resumed_settings(model, kept, folder)).model_copy(update=update)
 
 
-def _check_same(folder: Path, there: RunOptions, asked: RunOptions) -> None:
-    found = differences(identity(there), identity(asked))
-    if found:
-        may = {line.partition(":")[0].partition(".")[0].replace("-", "_") for line in found}
-        resize = "add --allow-resize, " if may <= RESIZE_FIELDS else ""
+def _check_same(folder: Path, stored: RunOptions, requested: RunOptions) -> None:
+    changes = differences(identity(stored), identity(requested))
+    if changes:
+        names = {line.partition(":")[0].partition(".")[0].replace("-", "_") for line in changes}
+        resize = "add --allow-resize, " if names <= RESIZE_FIELDS else ""
         raise UserError(
             f"--run-dir: expected a new folder or that of the same run, got {str(folder)!r}, "
-            f"which holds another run (its value first): {'; '.join(found[:5])}; {resize}use "
+            f"which holds another run (its value first): {'; '.join(changes[:5])}; {resize}use "
             f"another folder, or resume that run with --resume {folder}"
         )
 
 
 def _is_complete(folder: Path, stored: RunOptions, wanted: RunOptions) -> bool:
-    """Whether a run that has its summary is as long as wanted."""
+    """Return whether a run with a summary has the requested length."""
     if all(getattr(stored, name) == getattr(wanted, name) for name in LENGTHS):
         return True  # also if the program has ended it early
     summary = _summary(folder)
-    done = summary["samples"]
-    if wanted.samples is not None or not done:
-        return bool(done >= (wanted.samples or 1))
+    samples = summary["samples"]
+    if wanted.samples is not None or not samples:
+        return bool(samples >= (wanted.samples or 1))
     if wanted.steps is not None:
-        return bool(summary.get("steps", done / stored.step_size) >= wanted.steps)
-    epoch = done / summary["epochs"]
-    return bool(done >= round((wanted.epochs or 0) * epoch))
+        return bool(summary.get("steps", samples / stored.step_size) >= wanted.steps)
+    epoch = samples / summary["epochs"]
+    return bool(samples >= round((wanted.epochs or 0) * epoch))
 
 
 def _summary(folder: Path) -> dict[str, Any]:
     path = folder / SUMMARY
     try:
-        found: dict[str, Any] = files.read(path.read_text(encoding="utf-8"))
-        if all(isinstance(found[name], (int, float)) for name in ("samples", "epochs")):
-            return found
+        summary: dict[str, Any] = files.read(path.read_text(encoding="utf-8"))
+        if all(isinstance(summary[name], (int, float)) for name in ("samples", "epochs")):
+            return summary
         why = "no number of samples and epochs"
     except (OSError, ValueError, LookupError, TypeError) as error:
         why = repr(error)
@@ -121,17 +121,17 @@ def _summary(folder: Path) -> dict[str, Any]:
 
 
 def follow(decision: Decision, request: RunRequest[Options], quiet: bool = False) -> Options | None:
-    """Return the options that carry out a decision; None if nothing is left to do.
+    """Return the options that carry out a decision; None if the run is complete.
 
     Raises:
         UserError: this rank does not see the folder, or was started with other options.
     """
-    asked = request.options
-    folder = asked.run_dir
-    if (decision == "as asked") != (asked.resume != AUTO):
+    requested = request.options
+    folder = requested.run_dir
+    if (decision == "as requested") != (requested.resume != AUTO):
         raise UserError("--resume: differs from rank 0. Start every rank with the same options.")
-    if decision == "as asked" or folder is None:
-        return asked
+    if decision == "as requested" or folder is None:
+        return requested
     if decision == "resume":
         return _resumed(request, folder)
     if decision == "complete":
@@ -139,4 +139,4 @@ def follow(decision: Decision, request: RunRequest[Options], quiet: bool = False
             console.say(f"aladdin_mpi: the run in {folder} is complete", sys.stdout)
         return None
     begins = {"resume": None, "allow_resize": False, "overwrite": decision == "replace"}
-    return asked.model_copy(update=begins)
+    return requested.model_copy(update=begins)

@@ -1,4 +1,4 @@
-"""The folder of a run: made by rank 0, seen by all."""
+"""The folder of a run: created by rank 0, visible to all ranks."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from aladdin_mpi.run.report import CURVES
 from aladdin_mpi.transport.base import Transport
 
 NAME = ".lock"
-"""The file that a run holds locked while it writes."""
+"""The file that a run locks while it writes."""
 HELD = (errno.EACCES, errno.EAGAIN)
-"""What a lock answers that another process has; a file system without locks answers otherwise."""
+"""Error codes of a lock that another process holds; a file system without locks has others."""
 NAMING_SECONDS = 1.0
-"""Longest time between taking the lock and writing into its file who has it."""
+"""Longest time between acquiring the lock and writing its owner into the file, in seconds."""
 
 
 class RunLock:
-    """Held by rank 0 until :meth:`release`, or until its process ends, however it does.
+    """A lock that rank 0 holds until :meth:`release`, or until its process ends in any way.
 
-    The lock is the operating system's and of the kind that a fork does not inherit (POSIX,
-    fcntl(2)): a data loader's process that outlives a killed rank does not keep it.
+    It is a POSIX lock of the operating system (fcntl(2)), which a fork does not inherit: a data
+    loader's process that outlives a killed rank does not keep it.
     """
 
     def __init__(self, file: IO[str] | None) -> None:
@@ -48,29 +48,29 @@ class RunLock:
         self._process = os.getpid()
 
     def release(self) -> None:
-        """Let others use the folder; harmless when done before, and in a fork."""
+        """Release the folder; do nothing if it is released already, or in a forked process."""
         if self._file is None or os.getpid() != self._process:
             return
-        if _is_there(self._file):
+        if _still_named(self._file):
             os.unlink(self._file.name)
         self._file.close()
         self._file = None
 
 
 def take(folder: Path) -> RunLock:
-    """Take the folder for this run; where files cannot be locked it goes on without.
+    """Lock the folder for this run; continue without a lock if files cannot be locked.
 
-    A job that its batch system has started again takes the folder from its own last start: a
-    file server may not know yet that the host is gone which held it.
+    A job that its batch system has restarted takes the lock over from its previous start, because
+    a file server may not have detected yet that the previous host has failed.
 
     Raises:
-        UserError: another run is using it, or the lock's file is a symbolic link.
+        UserError: another run is using the folder, or the lock file is a symbolic link.
     """
-    path = folder.absolute() / NAME  # the program may go elsewhere
+    path = folder.absolute() / NAME  # the program may change its working directory
     try:
         file = open(path, "a+", opener=lambda _, flags: open_own(path, flags))  # noqa: SIM115
     except OSError:
-        return RunLock(None)  # who writes there will say so
+        return RunLock(None)  # the first write there reports the error
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -87,19 +87,19 @@ def take(folder: Path) -> RunLock:
             f"{owner.get('host')}. Wait until it ends, or choose another folder. If it has "
             f"certainly ended, remove {folder / NAME}."
         ) from None
-    if not _is_there(file):  # who had it has just removed it
+    if not _still_named(file):  # the previous owner has just removed it
         file.close()
         return take(folder)
     file.truncate(0)
     file.write(files.written(_myself()))
     file.flush()
     lock = RunLock(file)
-    guard.before_leaving(lock.release)  # no file is left by a run that is refused
+    guard.before_leaving(lock.release)  # a refused run leaves no lock file
     return lock
 
 
-def _is_there(file: IO[str]) -> bool:
-    """Whether the file still has its name."""
+def _still_named(file: IO[str]) -> bool:
+    """Return whether the open file still has its name."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
     except FileNotFoundError:
@@ -116,7 +116,7 @@ def _myself() -> dict[str, Any]:
 
 
 def _owner(file: IO[str]) -> dict[str, Any]:
-    """Who has the lock; nothing if nobody has written it down."""
+    """Return the owner in the lock file; empty if it has none."""
     deadline = time.monotonic() + NAMING_SECONDS
     while True:
         file.seek(0)
@@ -131,7 +131,7 @@ def _owner(file: IO[str]) -> dict[str, Any]:
 
 MODEL = "model.pt"
 WRITTEN = (CONFIG_NAME, METRICS, SUMMARY, MODEL, CURVES, CHECKPOINT)
-"""What a run writes, and what its folder must therefore not hold."""
+"""Files that a run writes, which its folder must not contain at the start."""
 
 
 @dataclass(frozen=True)
@@ -146,21 +146,21 @@ class OpenFolder:
     lock: RunLock | None
 
     def release(self) -> None:
-        """Another run may use it."""
+        """Allow other runs to use the folder."""
         if self.lock is not None:
             self.lock.release()
 
 
 def open_for(transport: Transport, options: RunOptions) -> OpenFolder:
-    """Make or find the folder of a run, and take it. Every rank calls it.
+    """Create or open the folder of a run, and lock it. Every rank calls it.
 
     Raises:
-        UserError, RefusedError: it cannot be used, or not every rank sees it.
+        UserError, RefusedError: it cannot be used, or is not visible to every rank.
     """
     first, given = transport.rank == 0, options.resume or options.run_dir
     if given is None:
         given = all_or_none(transport, lambda: make_new(options) if first else None)
-    folder = Path(broadcast(transport, str(given)))  # a script may name it by each rank's clock
+    folder = Path(broadcast(transport, str(given)))  # a script may put the time into the name
 
     def lock_folder() -> RunLock | None:
         if not first:
@@ -181,17 +181,17 @@ def _check_visible(folder: Path) -> None:
 
 
 def make_new(options: RunOptions) -> Path:
-    """Make ``ALGORITHM-MODEL-DATASET-TIME``, numbered if another run has just taken that.
+    """Create ``ALGORITHM-MODEL-DATASET-TIME``, with a number if another run has just created it.
 
     Raises:
-        UserError: it cannot be made.
+        UserError: it cannot be created.
     """
     parts = options.algorithm, options.model, options.dataset, time.strftime("%Y%m%d-%H%M%S")
     name = "-".join(parts).replace("/", "_").replace(":", "_")
     folder, number = Path("runs") / name, 1
     while True:
         try:
-            folder.mkdir(parents=True)  # which only one of several runs can do
+            folder.mkdir(parents=True)  # succeeds for only one of several runs
             return folder
         except FileExistsError:
             number += 1
@@ -201,17 +201,17 @@ def make_new(options: RunOptions) -> Path:
 
 
 def take_over(transport: Transport, folder: Path) -> OpenFolder:
-    """The folder of a run whose former rank 0 is lost."""
+    """Open the folder of a run whose former rank 0 has failed."""
     lock = None
     if transport.rank == 0:
-        # A rank that is excluded, and hangs, may still hold the lock: it writes no more.
+        # An excluded rank that hangs may still hold the lock, but writes no more.
         with suppress(UserError):
             lock = take(folder)
     return OpenFolder(folder, lock)
 
 
 def prepare(folder: Path, options: RunOptions) -> RunLock:
-    """Make the folder, take it for this run, and write the configuration into it.
+    """Create the folder, lock it for this run, and write the configuration into it.
 
     Raises:
         UserError: it holds a run already, another run is using it, or it cannot be written.
@@ -242,8 +242,8 @@ def prepare(folder: Path, options: RunOptions) -> RunLock:
 
 
 def _command() -> str:
-    """The command line that started this program, with the number of its ranks."""
-    # A simulation has one process, also where the environment is that of a job with several.
+    """Return the command line that started this program, with the number of its ranks."""
+    # A simulation has one process, even in the environment of a job with several.
     ranks = guard.launched_place()[1] if "mpi4py.MPI" in sys.modules else 1
     start = ["mpirun", "-np", str(ranks)] if ranks > 1 else []
     return shlex.join([*start, "python", *sys.orig_argv[1:]])

@@ -1,7 +1,7 @@
-"""A training script of one's own in virtual time: every rank runs it, and DataParallel finds out.
+"""Simulation of a user's training script: every simulated rank runs it.
 
-The script is run twice. The first time, alone and only up to its DataParallel, tells which
-algorithm it asks for, and so how many ranks there have to be.
+The script runs twice. The first time, alone and only up to its DataParallel, determines its
+algorithm, and so the number of ranks.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from aladdin_mpi.transport.virtual.engine import VirtualCluster
 
 @dataclass(frozen=True)
 class SimulatedRank:
-    """What a DataParallel on a simulated rank has to know.
+    """Inputs of a DataParallel on a simulated rank.
 
     Attributes:
-        typed: settings of the command line, over those of the script.
-        transport: None: the options alone are asked for.
-        unended: what the script has to bring to its end, filled by it.
+        typed: settings on the command line, which override those of the script.
+        transport: None if the script only runs to determine its options.
+        unended: runs that the script must complete, which register themselves here.
     """
 
     typed: Settings
@@ -38,8 +38,8 @@ class SimulatedRank:
     unended: list[Any] = field(default_factory=list, compare=False)
 
 
-class OptionsFound(BaseException):
-    """Ends a script at its DataParallel. Not an Exception, which the script might catch."""
+class OptionsResolved(BaseException):
+    """Ends a script at its DataParallel. It is no Exception, which the script might catch."""
 
     def __init__(self, options: SimulateOptions) -> None:
         super().__init__("the options of the script")
@@ -50,7 +50,7 @@ _rank: ContextVar[SimulatedRank | None] = ContextVar("rank", default=None)
 
 
 def simulated_rank() -> SimulatedRank | None:
-    """The rank that the caller is, where scripts are simulated."""
+    """Return the simulated rank that the caller runs on; None outside a simulation."""
     return _rank.get()
 
 
@@ -60,17 +60,17 @@ def simulate_script(script: Path, arguments: Sequence[str], typed: Settings) -> 
     Args:
         script: a Python file that makes one DataParallel.
         arguments: its command line.
-        typed: options, which go over those in the script.
+        typed: options, which override those in the script.
 
     Raises:
-        UserError: it cannot be read, makes no DataParallel, or asks for what cannot be simulated.
+        UserError: the script cannot be read, makes no DataParallel, or cannot be simulated.
     """
     main = _program(script, arguments)
     token = _rank.set(SimulatedRank(typed, None))
     try:
         main()
-    except OptionsFound as found:
-        options = found.options
+    except OptionsResolved as resolved:
+        options = resolved.options
     else:
         raise UserError(
             f"simulate requires a script that makes a DataParallel; {script} makes none. Train "
@@ -107,7 +107,7 @@ def simulate_script(script: Path, arguments: Sequence[str], typed: Settings) -> 
 
 
 def _program(script: Path, arguments: Sequence[str]) -> Callable[[], None]:
-    """Runs the script once, in a namespace of its own."""
+    """Return a function that runs the script once, in a separate namespace."""
     try:
         code: CodeType = compile(script.read_text(), str(script), "exec")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The end of a run: its accounts, summary.json, curves and table."""
+"""The summary of a run: accounting, summary.json, curves and table."""
 
 from __future__ import annotations
 
@@ -43,24 +43,24 @@ def summarise(
     model: Tensor | None,
     waiting: float,
 ) -> dict[str, Any]:
-    """Gather the accounts; at rank 0 evaluate, write into ``folder`` and print.
+    """Gather the counters; at rank 0 evaluate, write into ``folder`` and print.
 
-    ``model`` is the trained one, flat, and None with timed computing; ``waiting`` is how many
-    seconds this rank waited in training. Returns the summary at rank 0, and nothing elsewhere.
+    ``model`` is the flat trained model, None with timed computing; ``waiting`` is this rank's time
+    waiting during training, in seconds. Returns the summary at rank 0, an empty dict elsewhere.
     """
     mine = {
         **role.counts(),
         "waiting": waiting,
         "figures": user_metrics.late,
     }
-    if isinstance(role, ServerAlgorithm):  # the gradients that it has taken from each worker
+    if isinstance(role, ServerAlgorithm):  # gradients received from each worker
         mine |= {"given": role.server.given, "from_former": role.server.from_former}
     totals = [total or {} for total in gather(context.transport, mine)]
     means = user_metrics.means
     if coordinator is None or log is None:
         return {}
     servers = context.servers
-    _part_with_failed(totals[:servers], [not totals[rank] for rank in context.leaders])
+    _assign_failed(totals[:servers], [not totals[rank] for rank in context.leaders])
     for figures in (each for total in totals for each in total.get("figures", ())):
         means.add(figures)
     log.complete(coordinator)
@@ -71,7 +71,7 @@ def summarise(
     summary = {**_about(context, coordinator), **accounts, **role.facts()}
     if own := means.last:
         summary["own"] = own
-    # What workers reported ends with their last draw; this has their last wait too.
+    # Workers' reports end with their last lease; this total includes the wait after it.
     all_waiting = sum(total.get("waiting", 0.0) for total in totals[servers:])
     whole = coordinator.worker_seconds
     summary["wait_fraction"] = all_waiting / whole if whole else 0.0
@@ -85,7 +85,7 @@ def summarise(
         with written_whole(folder / MODEL) as temporary, temporary.open("wb") as file:
             torch.save(state, file)
     log.metrics.close()
-    # Also ranks that failed while the model was measured: all they computed was applied by then.
+    # Include ranks that failed during the evaluation: their gradients were applied before.
     with context.transport.atomic():
         coordinator.failures.close([])
         summary |= _failures(coordinator)
@@ -133,10 +133,10 @@ def _failures(coordinator: Coordinator) -> dict[str, Any]:
     }
 
 
-def _part_with_failed(servers: list[dict[str, Any]], has_failed: list[bool]) -> None:
-    """Count in each server's account what came from workers that gave none.
+def _assign_failed(servers: list[dict[str, Any]], has_failed: list[bool]) -> None:
+    """Count in each server's account the gradients of workers that have failed.
 
-    It is known here, and was not yet known to each server when it gave its own.
+    A server may not know of a failure yet when it sends its account.
     """
     for account in filter(None, servers):
         given = zip(account["given"], has_failed, strict=True)
@@ -144,16 +144,16 @@ def _part_with_failed(servers: list[dict[str, Any]], has_failed: list[bool]) -> 
 
 
 def _accounts(totals: list[dict[str, Any]], servers: int) -> dict[str, int]:
-    """Gradients computed by all workers, and applied by every server alike.
+    """Return the numbers of gradients computed by workers and applied by servers.
 
-    Of a worker that has failed, those count that every server has received.
+    For a failed worker, only gradients that every server has received count.
 
     Raises:
-        AccountsError: one was lost, or counted twice.
+        AccountsError: a gradient was lost, or counted twice.
     """
-    living = sum(total.get("computed", 0) for total in totals)
+    surviving = sum(total.get("computed", 0) for total in totals)
     from_failed = [total["from_failed"] for total in totals[:servers] if total]
-    computed = living + min(from_failed, default=0)
+    computed = surviving + min(from_failed, default=0)
     accounts = {
         "gradients_computed": computed,
         "gradients_applied": computed,
@@ -164,7 +164,8 @@ def _accounts(totals: list[dict[str, Any]], servers: int) -> dict[str, int]:
     for rank, total in enumerate(totals[:servers]):
         if not total:
             continue
-        applied, dropped, known = total["applied"], total["dropped"], living + total["from_failed"]
+        applied, dropped = total["applied"], total["dropped"]
+        known = surviving + total["from_failed"]
         if applied + dropped != known:
             raise AccountsError(
                 f"server {rank} applied {applied} gradients and dropped {dropped}, but {known} "

@@ -1,9 +1,9 @@
-"""Moves the state of a revoked group of ranks into the next one.
+"""Takeover of a revoked group's state by the next group of ranks.
 
-As when a checkpoint is resumed by another number of ranks, but from memory: rank 0 merges the
-states of the surviving ranks and sends the result to all. Buckets of a lost server are the mean of
-the workers' models. Gradients in flight, or summed and not applied, are lost; samples that no rank
-has computed are granted again.
+It works like resuming a checkpoint with another number of ranks, but from memory: rank 0 merges the
+states of the surviving ranks and sends the result to all. The mean of the workers' models replaces
+a lost server's buckets. Gradients in flight, or summed and not applied, are lost; samples that no
+rank has computed are granted again.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from aladdin_mpi.worker.role import COMPUTED, TrainingWorker
 
 @dataclass
 class LoopProgress:
-    """The progress of one worker's loop.
+    """The progress of a worker's loop.
 
     Attributes:
-        epoch: the present one of a loop by epochs.
+        epoch: the present epoch of a loop by epochs.
         reductions: calls of ``run.reduce()``.
-        first_epoch: the epoch with which a rank begins that joins in mid-run; else None.
+        first_epoch: the first epoch of a rank that joins during the run; else None.
     """
 
     epoch: int = 0
@@ -59,8 +59,8 @@ class LoopProgress:
         """Continue in another group of ranks.
 
         Args:
-            others: the progress of its workers, including this one.
-            is_new: this rank had no part in the former group.
+            others: the progress of the group's workers, including this one.
+            is_new: whether this rank had no part in the former group.
 
         Raises:
             LostError: some workers have completed a call of ``run.reduce()`` in which others would
@@ -76,14 +76,14 @@ class LoopProgress:
 
 @dataclass(frozen=True)
 class RankSnapshot:
-    """What is left of this rank's part in a revoked group.
+    """A rank's state in a revoked group.
 
     Attributes:
-        part: its state, as in a checkpoint.
-        local: its random numbers, buffers, and the state of the user's loop.
+        part: its part of the run's state, as in a checkpoint.
+        local: its random number generators and buffers, and the state of the user's loop.
         folder: of the run; rank 0 holds its lock.
         facts: reported to all ranks of the rendezvous.
-        previous: what is left of the group before, if training has not started since.
+        previous: its state in the group before, if training has not started since.
     """
 
     part: dict[str, Any]
@@ -93,7 +93,7 @@ class RankSnapshot:
     previous: RankSnapshot | None
 
     def of(self, group: int) -> RankSnapshot:
-        """Return what is left of the group of this number, or else of the oldest group."""
+        """Return the snapshot of the group with this number, or else of the oldest group."""
         if self.facts["group"] == group or self.previous is None:
             return self
         return replace(self.previous.of(group), folder=self.folder)
@@ -102,7 +102,7 @@ class RankSnapshot:
 def snapshot(
     rank: Rank, group: Membership, progress: LoopProgress, previous: RankSnapshot | None
 ) -> RankSnapshot:
-    """Return what is left of ``rank``, whose group is revoked; see :class:`RankSnapshot`."""
+    """Return the state of ``rank``, whose group is revoked."""
     session = rank.session
     role, coordinator, origin = session.role, session.coordinator, session.origin
     facts = {
@@ -134,7 +134,7 @@ def snapshot(
         facts["progress"] = {"epoch": progress.epoch, "reductions": progress.reductions}
     local = session.local.state_dict()
     local = {**local, "user": dict(local["user"])}
-    with rank.context.transport.atomic():  # mirrors are received by a handler
+    with rank.context.transport.atomic():  # replicas are received by a handler
         mirrors = {} if rank.replicas is None else {k: dict(v) for k, v in rank.replicas.of.items()}
     part = {**session.part(), "mirrors": mirrors}
     return RankSnapshot(part, local, rank.folder, facts, previous)
@@ -142,12 +142,12 @@ def snapshot(
 
 @dataclass(frozen=True)
 class Takeover:
-    """What a rank needs to take its place in a new group.
+    """Inputs of a rank for its place in a new group.
 
     Attributes:
         base: the transport among all ranks of the job.
         plan: the same at all ranks of the new group.
-        mine: what is left of this rank; None: it had no part in the former group.
+        mine: this rank's snapshot; None if it had no part in the former group.
     """
 
     base: Transport
@@ -171,7 +171,7 @@ class Takeover:
 
     @property
     def numbers(self) -> list[int]:
-        """The workers' numbers with which they began the run; spares come after all."""
+        """The workers' numbers at the start of the run; spares have the highest ones."""
         members = self.plan.members
         return [rank - members.full[0] for rank in members.ranks[members.servers :]]
 
@@ -183,7 +183,7 @@ class Takeover:
 
 
 def take_over(session: Session, takeover: Takeover) -> None:
-    """Continue in a new group from what is left of the former one; every rank calls it."""
+    """Continue in a new group from the state of the former one; every rank calls it."""
     context, plan, origin = session.context, takeover.plan, takeover.origin
     transport, is_first = context.transport, context.transport.rank == COORDINATOR
     parts = _StateParts(transport, takeover)
@@ -204,9 +204,9 @@ def take_over(session: Session, takeover: Takeover) -> None:
 
 
 def _keep_own_counts(merged: MergedState, plan: TakeoverPlan) -> None:
-    """Let each surviving worker continue its own counts.
+    """Let each surviving worker continue its own counters.
 
-    The counts of a worker that is a server now go to another: see :meth:`MergedState.carried`.
+    Another worker carries those of a worker that is now a server: :meth:`MergedState.carried`.
     """
     was = dict(zip(plan.former[plan.servers :], merged.counts, strict=True))
     kept = [was.pop(rank, None) for rank in plan.members.ranks[plan.members.servers :]]
@@ -215,10 +215,10 @@ def _keep_own_counts(merged: MergedState, plan: TakeoverPlan) -> None:
 
 
 def _reconcile(merged: MergedState, plan: TakeoverPlan) -> int:
-    """Make the servers' counters consistent with what is lost.
+    """Make the servers' counters consistent with the losses.
 
     Returns:
-        How many gradients of surviving workers are not applied to every bucket.
+        The number of gradients of surviving workers that are not applied to every bucket.
     """
     counters = merged.server
     if not counters:
@@ -227,7 +227,7 @@ def _reconcile(merged: MergedState, plan: TakeoverPlan) -> int:
     if plan.has_server:
         lost = plan.gradients_lost(computed, counters["from_failed"], counters["applied"])
         merged.keeps_sums = False
-    else:  # the workers' models stand for what was applied
+    else:  # the workers' models replace the servers' state
         failures = plan.accounting["failures"]
         counters["applied"] = computed - sum(each.get("gradients_lost", 0) for each in failures)
     counters["from_failed"] = counters["applied"] - computed
@@ -235,9 +235,9 @@ def _reconcile(merged: MergedState, plan: TakeoverPlan) -> int:
 
 
 def _losses(takeover: Takeover, gradients: int, step: int) -> list[dict[str, Any]]:
-    """Describe each rank that is lost, and what is lost with it."""
+    """Return a record of each lost rank, with the samples and gradients lost."""
     base = takeover.base
-    found: list[dict[str, Any]] = [
+    losses: list[dict[str, Any]] = [
         {
             "rank": rank,
             "host": base.host_names[rank],
@@ -247,10 +247,10 @@ def _losses(takeover: Takeover, gradients: int, step: int) -> list[dict[str, Any
         }
         for rank, samples in takeover.plan.losses(step).items()
     ]
-    if found:
-        found[0]["gradients_lost"] = gradients
-        found[0]["samples_lost"] += gradients * step
-    return found
+    if losses:
+        losses[0]["gradients_lost"] = gradients
+        losses[0]["samples_lost"] += gradients * step
+    return losses
 
 
 class _StateParts:
@@ -264,13 +264,13 @@ class _StateParts:
             self._sends = send_object(transport, self._mine.part, COORDINATOR, Tag.STATE)
 
     def of(self, place: int) -> dict[str, Any] | None:
-        """Return, at rank 0, the state of a rank of the former group; None: it is lost."""
+        """Return, at rank 0, the state of a rank of the former group; None if it is lost."""
         source = self._plan.source(place)
         if source is None:
             return None
         if source == COORDINATOR:
             assert self._mine is not None
-            # Merging changes the states, and another group may need this one.
+            # Merging changes the states, and another takeover may need this one.
             part = deepcopy(self._mine.part)
         else:
             part = receive_object(self._transport, source, Tag.STATE)
@@ -283,12 +283,12 @@ class _StateParts:
         return {**part, "mirrors": mirrors}
 
     def end(self) -> None:
-        """Wait until rank 0 has them all."""
+        """Wait until rank 0 has received all states."""
         self._transport.wait(*self._sends)
 
 
 def _take_local(session: Session, takeover: Takeover) -> None:
-    """Restore what a rank has of its own; a new one receives a former rank's buffers."""
+    """Restore a rank's local state; a new rank receives the buffers of a former one."""
     context = session.context
     transport, is_new = context.transport, takeover.mine is None
     if takeover.mine is not None:
@@ -306,7 +306,7 @@ def _take_local(session: Session, takeover: Takeover) -> None:
             flat.copy_(values)
 
 
-def tell(context: Context, takeover: Takeover) -> None:
-    """At rank 0: report that the run continues."""
+def print_takeover(context: Context, takeover: Takeover) -> None:
+    """Print at rank 0 that the run continues."""
     ranks = describe_ranks(context.workers, context.servers)
     console.say(f"aladdin_mpi: the run continues with {ranks} from sample {takeover.plan.drawn}")

@@ -1,4 +1,4 @@
-"""The built-in training: a model, a data set, and the public interface between them."""
+"""The built-in training of a model on a dataset, through the public interface."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @no_exit()  # also in the user's model
 def train(options: RunOptions, transport: Transport) -> dict[str, Any]:
-    """Train as ``options`` say; every rank calls it. Returns the summary at rank 0."""
-    if options.compute == "timed":  # calculates nothing
+    """Train with ``options`` and return the summary at rank 0; every rank calls it."""
+    if options.compute == "timed":  # no gradients are computed
         module, length = all_or_none(transport, lambda: _sizes(options, transport.size))
         timed = DataParallel(module, options, transport=transport)
         for _ in timed.batches(length):
@@ -94,7 +94,7 @@ def _evaluation(options: RunOptions, data: DatasetPair) -> Measurement:
         reestimate_batch_norm(module, (((inputs.to(device),), {}) for inputs, _ in batches))
 
     def sums(module: nn.Module, part: int, parts: int) -> Sums:
-        # A device has memory for a training batch, but not for more while training continues.
+        # During training, a device may not have memory for more than a training batch.
         on_device = is_accelerator(_device_of(module))
         batch_size = options.batch_size if on_device else EVALUATION_BATCH
         return test_sums(module, data, part, parts, batch_size)
@@ -136,7 +136,7 @@ def _device_of(module: nn.Module) -> torch.device:
 
 
 def _sizes(options: RunOptions, ranks: int) -> tuple[nn.Module, int]:
-    """Return a module with as many parameters as the model, and the length of an epoch."""
+    """Return a module with the model's number of parameters, and the length of an epoch."""
     if options.model.startswith(SIZE_PREFIX):
         servers = options.servers if find_algorithm(options.algorithm).has_servers else 0
         length = samples_of(options, None, ranks - servers)
@@ -184,10 +184,10 @@ def module_of_size(name: str) -> nn.Module:
 
 
 def simulate(options: SimulateOptions) -> dict[str, Any]:
-    """Train on a modelled cluster; returns the summary.
+    """Train on a modelled cluster and return the summary.
 
     Raises:
-        UserError: an unknown algorithm, or a cluster that does not hold the ranks.
+        UserError: an unknown algorithm, or a cluster that is too small for the ranks.
     """
     algorithm = find_algorithm(options.algorithm)
     servers = options.servers if algorithm.has_servers else 0
@@ -199,4 +199,4 @@ def simulate(options: SimulateOptions) -> dict[str, Any]:
     silence = options.worker_timeout or None
     cluster = VirtualCluster(size, options.cluster.placed(servers), options.seed, start, silence)
     summaries = cluster.run(lambda transport: train(options, transport))
-    return next(filter(None, summaries), {})  # of the last rank 0
+    return next(filter(None, summaries), {})  # of the rank that was rank 0 at the end

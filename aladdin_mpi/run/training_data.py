@@ -1,4 +1,4 @@
-"""The data of a run: how they are distributed, and how a loop gets its batches."""
+"""The data of a run: their distribution to workers, and the batches of a loop."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from aladdin_mpi.worker.worker import Worker
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Data, and the options with those that a DataLoader decides.
+    """Data, and the options including those that a DataLoader determines.
 
     Attributes:
         length: samples of an epoch; of the run, if the data have no length.
-        feed: None: there are no data, only their number.
-        whole: samples in whose multiples segments of the run end, so that no batch is cut.
+        feed: None if only the number of samples is used.
+        whole: segments of the run end at multiples of this number of samples, so that no batch is
+            cut.
     """
 
     options: RunOptions
@@ -37,7 +38,7 @@ class TrainingData:
     whole: int = 1
 
     def facts(self, is_server: bool) -> dict[str, Any]:
-        """Return what all ranks' data must have in common; a server does not read any."""
+        """Return the facts in which all ranks' data must agree; a server reads no data."""
         is_read = not is_server and self.options.compute == "real" and self.length
         facts = self.feed.facts() if is_read and self.feed is not None else {}
         return {**facts, "length": self.length}
@@ -46,7 +47,7 @@ class TrainingData:
         """Return a worker's batches, from its present position; None with timed computing.
 
         Args:
-            worker: if its node is one worker, each process has its own batches.
+            worker: this rank's; with per-node aggregation, each process has different batches.
             past: periods of the run with other numbers of workers.
         """
         options = self.options
@@ -60,37 +61,38 @@ class TrainingData:
             options.batch_size,
             worker.samples,
             options.loader_workers,
-            Start(options.loader_start_method, tells=index == 0),
+            Start(options.loader_start_method, warns=index == 0),
             ahead=not worker.transport.models_time,
             past=past,
         )
         return self.feed.source(share)
 
 
-def deal(
+def prepare(
     data: Any,
     sharded: bool,
     options: RunOptions,
     given: Mapping[str, Any],
-    is_own_loop: bool,
+    is_custom_loop: bool,
     origin: Origin,
 ) -> TrainingData:
     """Prepare ``data`` for the run.
 
     Args:
         data: see :meth:`aladdin_mpi.DataParallel.batches`.
-        sharded: likewise.
+        sharded: see :meth:`aladdin_mpi.DataParallel.batches`.
         options: of the run.
-        given: those that the user has passed by name.
-        is_own_loop: otherwise samples are (input, label), as in the built-in training.
+        given: options that the user has passed by name.
+        is_custom_loop: whether a custom training loop uses the data; the built-in training has
+            samples (input, label).
         origin: of the run.
 
     Raises:
-        UserError: they cannot be dealt to workers, or options differ from those of a DataLoader.
+        UserError: the data cannot be distributed, or options differ from those of a DataLoader.
     """
     if options.compute == "timed" and isinstance(data, int):
         return TrainingData(options, data, None)
-    if not is_own_loop:
+    if not is_custom_loop:
         return TrainingData(options, len(data), SampleFeed(data, pairs=True))
     feed = feed_of(data, sharded, options.batch_size)
     options = options.model_copy(update=_decided(feed, given))
@@ -134,22 +136,22 @@ def _check_rounds(options: RunOptions, length: int, workers: int) -> None:
 
 
 def _decided(feed: Feed, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that a DataLoader decides."""
-    found = {}
+    """Return the options that a DataLoader determines."""
+    options = {}
     for name in ("batch_size", "loader_workers", "loader_start_method"):
-        its = getattr(feed, name)
-        if its is None:
+        value = getattr(feed, name)
+        if value is None:
             continue
-        if name in given and given[name] != its:
+        if name in given and given[name] != value:
             raise UserError(
-                f"{name}: expected the DataLoader's value, {its}, got {given[name]}; leave it out"
+                f"{name}: expected the DataLoader's value, {value}, got {given[name]}; leave it out"
             )
-        found[name] = its
-    return found
+        options[name] = value
+    return options
 
 
 class Delivery:
-    """Puts batches of any structure on a device: by pinned memory, on a stream of its own."""
+    """Transfer of batches of any structure to a device, by pinned memory on a separate stream."""
 
     def __init__(self, device: torch.device, channels_last: bool) -> None:
         self._device = device
@@ -162,7 +164,7 @@ class Delivery:
 
     def _put(self, item: Any) -> Any:
         if not isinstance(item, Tensor):
-            # Such as the batches of a tokenizer, which torch does not know as containers.
+            # Some containers are unknown to torch but have to(), such as a tokenizer's batches.
             return item.to(self._device) if callable(getattr(item, "to", None)) else item
         if self._channels_last and item.dim() == 4:
             item = item.contiguous(memory_format=torch.channels_last)
@@ -173,26 +175,26 @@ class Delivery:
 
 _END = object()
 NO_BATCH = object()
-"""Stands for a batch where a worker has none, but may have reached the end of an epoch."""
+"""Takes the place of a batch if a worker has none but may have reached the end of an epoch."""
 
 
 class Batches(Iterator[Any]):
     """The batches of a run, for one loop.
 
-    If it is garbage-collected before its end, the loop was left by ``break`` or by an error. Which
-    of the two cannot be known at that moment.
+    If it is garbage-collected before its end, the loop was left by ``break`` or by an error; the
+    two cannot be distinguished at that moment.
 
     Args:
         batches: of the run.
-        left: called then.
+        on_collect: called when this object is garbage-collected.
         check: called before each batch.
     """
 
     def __init__(
-        self, batches: Iterator[Any], left: Callable[[], None], check: Callable[[], None]
+        self, batches: Iterator[Any], on_collect: Callable[[], None], check: Callable[[], None]
     ) -> None:
         self._batches = batches
-        self._left = left
+        self._on_collect = on_collect
         self._check = check
         self.fetched: list[Any] = []
 
@@ -201,19 +203,19 @@ class Batches(Iterator[Any]):
         return self.fetched.pop() if self.fetched else next(self._batches)
 
     def fetch(self) -> None:
-        """Fetch the first batch, if there is one, without returning it."""
+        """Fetch the first batch, if any, without returning it."""
         self._check()
         self.fetched = [each for each in islice(self._batches, 1) if each is not NO_BATCH]
 
     def __del__(self) -> None:
-        self._left()
+        self._on_collect()
 
 
 class Epoch(Iterator[Any]):
     """A worker's batches while the workers together pass once through the data.
 
-    A slow worker has fewer of them, or none. ``break`` ends the epoch for all. ``is_past`` returns
-    whether the next batch belongs to a later epoch, or there is none.
+    A slow worker has fewer of them, or none. ``break`` ends the epoch for all workers. ``is_past``
+    returns whether there is no further batch in this epoch.
     """
 
     def __init__(self, number: int, batches: Iterator[Any], is_past: Callable[[], bool]) -> None:

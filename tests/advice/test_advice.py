@@ -1,4 +1,4 @@
-"""What the adviser is made of: candidates, bounds, what a sample teaches, bottlenecks, changes."""
+"""The adviser's parts: candidates, bounds, sample efficiency, bottlenecks, changes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_algorithm_has_candidates_with_valid_options() -> None:
             )
     bsp = [each.describe() for each in candidates.variants("bsp", FOUR)]
     assert "bsp, 4 servers spread, int8" in bsp and "bsp, 1 server" in bsp
-    assert "bsp, 4 servers spread, node sums" in bsp
+    assert "bsp, 4 servers spread, per-node aggregation" in bsp
     lone = ClusterTraits([1.0] * 4, [1] * 4, [GBIT] * 4, 20.0, 0.1)
     assert not any(each.has_nodes for each in candidates.variants("bsp", lone))
 
@@ -151,11 +151,11 @@ def test_bottleneck_names_saturated_links_and_doubles_them() -> None:
     assert result.relief == {"cluster.links": {3: 4.0, 1: 16.0}}
     everyone = timed(0.4, *(LinkUse(host, way, 0.95) for host in range(4) for way in ("in", "out")))
     result = bottleneck.find(Candidate("ar-sgd", 0, False), everyone, FOUR, simulated())
-    assert re.search(r"\ball hosts\b.*\bboth ways\b.* 95 %", result.text)
+    assert re.search(r"\ball hosts\b.*\bboth directions\b.* 95 %", result.text)
     assert result.relief == {"cluster.bandwidth_gbit": 20.0}
     served = timed(0.4, LinkUse(0, "in", 0.95))
     result = bottleneck.find(Candidate("asp", 2, False), served, FOUR, simulated())
-    assert re.search(r"\blink of host 0\b.*\binwards\b.*\bservers\b", result.text)
+    assert re.search(r"\blink of host 0\b.*\binbound\b.*\bservers\b", result.text)
 
 
 def test_bottleneck_names_slowest_worker_waiting_or_computing() -> None:

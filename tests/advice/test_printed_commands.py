@@ -20,7 +20,7 @@ from aladdin_mpi.advice.candidate_search import CandidateResult
 from aladdin_mpi.advice.candidates import Candidate, ClusterTraits, ground
 from aladdin_mpi.advice.learning import SampleEfficiency
 from aladdin_mpi.advice.options import AdviceRequest, read
-from aladdin_mpi.advice.report import Advice, as_data, in_words
+from aladdin_mpi.advice.report import Advice, as_data, as_text
 from aladdin_mpi.advice.timed_run import LinkUse, TimedRun
 from aladdin_mpi.comparison.figures import markdown, plain
 from aladdin_mpi.probe import main as probe
@@ -77,7 +77,7 @@ def advice_of(request: AdviceRequest, candidate: Candidate) -> Advice:
 
 def printed(advice: Advice) -> Iterator[str]:
     """The commands of an answer: on the terminal, in advice.md and in advice.json."""
-    for text in (in_words(advice, plain, 12), in_words(advice, markdown, 12)):
+    for text in (as_text(advice, plain, 12), as_text(advice, markdown, 12)):
         commands = commands_in(text)
         assert sum("aladdin_mpi.train " in each for each in commands) == 1
         assert text.count("slurm/train.sbatch") == sum("sbatch " in each for each in commands) == 1
@@ -113,11 +113,11 @@ def test_training_accepts_command_of_every_candidate(cluster: str, images: Path)
 
 def test_data_folder_placeholder_is_explained(images: Path) -> None:
     candidate = Candidate("ar-sgd", 0, False)
-    text = in_words(advice_of(asked("large"), candidate), plain, 12)
+    text = as_text(advice_of(asked("large"), candidate), plain, 12)
     assert re.search(r"^.*Replace /path/to/imagenet\b", text, re.MULTILINE)
-    text = in_words(advice_of(asked("large", "--data-dir", str(images)), candidate), plain, 12)
+    text = as_text(advice_of(asked("large", "--data-dir", str(images)), candidate), plain, 12)
     assert "/path/to" not in text and str(images) in text
-    text = in_words(advice_of(asked("large", "--model", "size:94"), candidate), plain, 12)
+    text = as_text(advice_of(asked("large", "--model", "size:94"), candidate), plain, 12)
     assert re.search(r"\bsize:94\b.*\bgradients\b", text)
 
 

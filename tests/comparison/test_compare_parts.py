@@ -103,7 +103,7 @@ def test_compare_computes_means_and_spreads_of_read_runs(
     printed = capsys.readouterr().out
     assert re.search(r"2  aladdin, pi 4 +3  0\.6000 \+- 0\.3000", printed)
     assert "6.000 +- 0.000 (2 of 3)" in printed
-    assert re.search(r"\bsame seeds\b", printed)
+    assert re.search(r"\bseeds differ\b", printed)
     assert "25.0" in printed
 
 
@@ -165,7 +165,7 @@ def test_compare_reports_coalesced_gradients_and_ideal(
     assert compare([*words, "--out", str(out)]) == 0
     printed = capsys.readouterr().out.splitlines()
     lines = [line.split() for line in printed if re.match(r"( |\d)", line)]
-    assert [line[-1] for line in lines] == ["%", "8.33", "0"]
+    assert [line[-1] for line in lines] == ["(%)", "8.33", "0"]
     aladdin, bsp = result(out)["rows"]
     assert aladdin["figures"]["coalesced_fraction"]["mean"] == 0.0833333333
     assert bsp["figures"]["coalesced_fraction"]["mean"] == 0.0

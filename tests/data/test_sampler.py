@@ -120,12 +120,12 @@ def test_stream_reads_every_sample_once_when_worker_count_changes() -> None:
                 assert copy(stream).take(7)[0][0] == stream.epoch
             past.append(Period(tuple(taken)))
         assert set(seen.values()) <= {1}
-        rest = Rest.behind(length, past)
+        rest = Rest.after(length, past)
         left = set(zip(rest.epochs.tolist(), rest.places.tolist(), strict=True))
         assert len(seen) + len(left) == rest.first_epoch * length
 
 
 def test_rest_excludes_samples_of_failed_worker() -> None:
-    rest = Rest.behind(12, [Period((5, None, 2))])
+    rest = Rest.after(12, [Period((5, None, 2))])
     assert rest.first_epoch == 2
     assert {place % 3 for place in rest.places.tolist()} == {0, 2}

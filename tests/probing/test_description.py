@@ -10,7 +10,7 @@ import pytest
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.run import SimulateOptions
-from aladdin_mpi.probing.cluster_file import check, described_sections, rendered, understood
+from aladdin_mpi.probing.cluster_file import check, described_sections, interpretation, rendered
 from aladdin_mpi.probing.description import EXAMPLES, described
 from aladdin_mpi.probing.options import ProbeOptions, read
 
@@ -173,17 +173,17 @@ def test_undescribed_settings_are_left_out_of_file() -> None:
     assert check(text, "x").compute_time == 0.1
 
 
-def test_understood_lists_described_settings() -> None:
+def test_interpretation_lists_described_settings() -> None:
     options, _ = read(
         ["--describe", "3 nodes x 2 GPUs, 10 Gb/s, node 1 3x slower, GPU 0 2x slower"]
     )
     patterns = [
         r"3 hosts\b.*\b2 workers\b.*\b6\b",
         r"10 Gbit/s\b",
-        r"host 1 \(workers 2 to 3\): 3\b",
-        r"worker 0 \(host 0\): 2\b",
+        r"host 1 \(workers 2 to 3\): .*\b3\b",
+        r"worker 0 \(host 0\): .*\b2\b",
     ]
-    lines = list(understood(options))
+    lines = list(interpretation(options))
     assert len(lines) == len(patterns)
     assert all(map(re.match, patterns, lines)), lines
 

@@ -17,8 +17,8 @@ from aladdin_mpi.run.placement import (
     as_cpulist,
     bind_to_near,
     cpulist,
-    deal,
     near,
+    share_cores,
     split,
 )
 from aladdin_mpi.transport.base import Transport
@@ -82,7 +82,7 @@ def bound(ranks: list[RankPlace], root: Path) -> dict[int, str]:
     """Return the cores that each rank is bound to."""
     return {
         rank: as_cpulist(split(share.cores, share.parts, root)[share.place])
-        for rank, share in deal(ranks).items()
+        for rank, share in share_cores(ranks).items()
     }
 
 
@@ -148,19 +148,19 @@ def test_binding_by_the_launcher_is_kept(tmp_path: Path) -> None:
     cores, gpus = MACHINES["JUWELS Booster"]
     ranks = places(tree(tmp_path, gpus), list(gpus), cores)
     ranks[2] = ranks[2]._replace(allowed=(0, 1, 2))
-    assert deal(ranks) == {}
+    assert share_cores(ranks) == {}
 
 
 def test_ranks_stay_unbound_if_the_system_lists_no_near_cores(tmp_path: Path) -> None:
     tree(tmp_path, {"0000:03:00.0": "", "0000:44:00.0": "not a list"})
     addresses = ["0000:03:00.0", "0000:44:00.0", "0000:99:00.0"]
-    assert deal(places(tmp_path, addresses, 8)) == {}
+    assert share_cores(places(tmp_path, addresses, 8)) == {}
     assert near(None, tmp_path) == ()
 
 
 def test_single_worker_keeps_all_cores(tmp_path: Path) -> None:
     cores, gpus = MACHINES["Perlmutter"]
-    assert deal(places(tree(tmp_path, gpus), list(gpus)[:1], cores)) == {}
+    assert share_cores(places(tree(tmp_path, gpus), list(gpus)[:1], cores)) == {}
 
 
 def test_worker_without_a_core_of_its_own_stays_unbound(tmp_path: Path) -> None:

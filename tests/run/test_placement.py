@@ -16,8 +16,8 @@ from aladdin_mpi.run.placement import (
     far_cores,
     idle_gpus,
     place,
+    print_placement,
     shared_gpus,
-    tell_placement,
 )
 from tests.commands import train
 from tests.virtual_lab import lab, run
@@ -103,9 +103,9 @@ def test_simulation_warns_of_idle_gpus_once(
 ) -> None:
     monkeypatch.setattr(placement, "on_the_bus", lambda: 4)
     cpu = torch.device("cpu")
-    run(3, lambda transport: tell_placement(transport, cpu, servers=1), lab(1))
+    run(3, lambda transport: print_placement(transport, cpu, servers=1), lab(1))
     assert capfd.readouterr().err == ""
-    run(3, lambda transport: tell_placement(transport, cpu, servers=1, was_chosen=False), lab(1))
+    run(3, lambda transport: print_placement(transport, cpu, servers=1, was_chosen=False), lab(1))
     printed = capfd.readouterr()
     assert printed.err.count("workers compute on the CPU of ") == 1
     assert printed.out == ""

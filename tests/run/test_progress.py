@@ -150,8 +150,8 @@ def test_figures_logged_after_training_are_not_sent_as_messages() -> None:
     """No rank would wait for messages then, so these figures are gathered."""
     transport = Mock(rank=1)
     figures = UserMetrics(transport)
-    figures.tell({"validation": 1.0}, is_late=False)
-    figures.tell({"validation": 2.0}, is_late=True)
+    figures.send({"validation": 1.0}, is_late=False)
+    figures.send({"validation": 2.0}, is_late=True)
     assert transport.isend.call_count == 1
     assert figures.late == [{"validation": 2.0}]
 
@@ -215,11 +215,11 @@ def test_simulation_shows_progress_in_200_columns_until_ctrl_c(tmp_path: Path) -
     command += ["--eval-every", "0.5", "--failures", "2=4", "--run-dir", str(tmp_path / "run")]
 
     def type_when(text: str) -> bytes | None:
-        return CTRL_C if "3 of 4 workers alive" in text and "accuracy" in text else None
+        return CTRL_C if "3 of 4 workers surviving" in text and "accuracy" in text else None
 
     with turn():
         seen = run_on_terminal(command, 200, environment("openmpi", {}), ROOT, 100, type_when)
-    assert seen.lines[0] == "aladdin_mpi: starting, in virtual time"
+    assert seen.lines[0] == "aladdin_mpi: starting the simulation"
     last = re.split(r" {2,}", seen.redrawn(200)[-1].strip())
     shape = (
         r"\d+ %( [#\d]+)?",
@@ -229,7 +229,7 @@ def test_simulation_shows_progress_in_200_columns_until_ctrl_c(tmp_path: Path) -
         r"staleness [\d.e-]+",
         r"wire [\d.]+ bits",
         *(rf"{name} [\d.e-]+" for name in ("pi", "epoch")),
-        "3 of 4 workers alive",
+        "3 of 4 workers surviving",
         r"[\d:]+ (s|min|h) left",
     )
     assert len(last) == len(shape), last

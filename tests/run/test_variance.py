@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aladdin_mpi.flat.layout import Bucket, Layout, cut
 from aladdin_mpi.flat.state import MergedState
-from aladdin_mpi.hooks.variance import Done, ModelVariance, Places, draw_places
+from aladdin_mpi.hooks.variance import ModelVariance, OnVariance, Places, draw_places
 from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
 from aladdin_mpi.worker.role import Role
@@ -93,7 +93,7 @@ def measured(
     servers: int,
     places: Places,
     cluster: Cluster,
-    also: Callable[[ModelVariance, VirtualTransport, Done], None] = lambda *_: None,
+    also: Callable[[ModelVariance, VirtualTransport, OnVariance], None] = lambda *_: None,
 ) -> tuple[list[float | None], list[float | None]]:
     """Return what rank 0 is given, and what every surviving rank has at the end."""
     layout: Layout = cut(NUMEL, servers, 0.002, 0.01)
@@ -178,7 +178,7 @@ def test_model_variance_ignores_replies_to_an_earlier_request() -> None:
     ranks = models(3)
     slow = network(latency_us=1e6, local_latency_us=1e6)
 
-    def ask_again(variance: ModelVariance, transport: VirtualTransport, tell: Done) -> None:
+    def ask_again(variance: ModelVariance, transport: VirtualTransport, tell: OnVariance) -> None:
         transport.sleep(0.5)
         if transport.rank == 0:
             variance.take(200, tell)
