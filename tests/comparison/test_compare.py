@@ -168,7 +168,7 @@ def test_compare_csv_has_the_rows(whole: tuple[Path, Completed]) -> None:
 def test_compare_skips_finished_runs(whole: tuple[Path, Completed]) -> None:
     before, rows = ends(whole[0]), result(whole[0])["rows"]
     again = run(command(whole[0], "--jobs", "2"))
-    assert re.search(r"\b4 of them\b", again.stderr)
+    assert re.search(r"\b4 already finished\b", again.stderr)
     assert "started" not in again.stderr
     assert ends(whole[0]) == before
     assert result(whole[0])["rows"] == rows
