@@ -99,7 +99,7 @@ class Outbox(Stateful):
             self._announce(self._current)
 
     def put(self, bucket: Bucket) -> None:
-        """Send a complete bucket of the current gradient, if its turn has come."""
+        """Send a complete bucket of the current gradient, if the ring has a free place."""
         assert self._current is not None
         if self._is_sending:
             self._send(self._current, bucket)

@@ -255,7 +255,7 @@ class BoundGradients:
 
 
 def _convert(gradient: Tensor | None, into: Tensor) -> None:
-    """Convert a gradient from backward into its view; zero if there is none."""
+    """Convert a gradient from backward into its view, or zero if it is None."""
     if gradient is None:
         into.zero_()
     else:

@@ -1,8 +1,7 @@
 """A model as one flat vector of parameters and one of gradients.
 
-The module's parameters and their ``.grad`` become views into the flat vectors, so
-that gradients are computed in the send buffers, and one operation blends in a received
-model.
+The module's parameters and their ``.grad`` become views into the flat vectors, so that gradients
+are computed in the send buffers, and one operation blends in a received model.
 """
 
 from __future__ import annotations

@@ -351,9 +351,8 @@ class Worker(Stateful):
         ``on_bucket`` is called for every bucket, in order, as soon as it is complete: during
         backward, or spread over the simulated one. A simulated step may skip it while it has
         no effect by ``idle_until`` (see :meth:`Transport.sleep_between`), and calls
-        ``before_forward`` when the forward pass reaches a bucket. Without samples in the round
-        the gradient is zero and takes no time. If a gradient is refused, at least the first
-        bucket that is not finite and those after it are zero.
+        ``before_forward`` when the forward pass reaches a bucket. Without samples the gradient is
+        zero. In a refused gradient the first bucket that is not finite and all later ones are zero.
         """
         part = self.part
         step = self.current = GradientPass(
