@@ -17,7 +17,7 @@ from aladdin_mpi.options.run import TrainOptions, parse
 from tests import warm
 from tests.commands import EPOCH, metrics, rises, simulate, summary, train
 from tests.launch import ROOT, Completed, environment, needs, run_ranks, turn
-from tests.run.test_own_loop import HERE
+from tests.run.test_custom_loop import HERE
 
 ONE, PARALLEL = ROOT / "examples" / "one_process", ROOT / "examples" / "parallel"
 MOST = 8

@@ -11,7 +11,7 @@ from tests.launch import needs, run_ranks
 
 LONG = {"openmpi": [], "mpich": [pytest.mark.long], "impi": [pytest.mark.long]}
 MPIS = [pytest.param(mpi, marks=[needs(mpi), *LONG[mpi]]) for mpi in ("openmpi", "mpich")]
-ONCE = ("test_compression.py", "test_gossip.py", "test_refused.py", "test_unnamed_death.py")
+ONCE = ("test_compression.py", "test_gossip.py", "test_refused.py", "test_unidentified_failure.py")
 """Files whose tests do not depend on the number of ranks: they run on three."""
 PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
 

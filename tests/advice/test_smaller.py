@@ -52,7 +52,7 @@ def test_smaller_cluster_keeps_hosts_of_every_kind() -> None:
     assert min(small.ground.links) == 5e9 / 8
     place = small.stands_for[7]
     assert small.ground.links[place] == 5e9 / 8 and small.stands_for.count(place) == 1
-    # All workers wait for the slow ones, whose share is the same in both clusters.
+    # All workers wait for the slow ones, so the rate per worker is the same in both clusters.
     used = TimedRun(1000.0, 0.1, (), 1e6)
     assert small.scaled(Candidate("ar-sgd", 0, False), used).rate == pytest.approx(512e3 / 136)
     ideal = (508 + 4 / 3) / (132 + 4 / 3)

@@ -159,7 +159,7 @@ def test_ad_psgd_counters_balance_under_any_conditions(seed: int, graph: dict[st
 
 
 def test_ad_psgd_passive_workers_do_not_wait_for_active_ones() -> None:
-    """Only active workers are slow, so passive ones use the whole budget."""
+    """The only active worker is slow; the passive workers use the rest of the budget."""
     job = Job("ad-psgd", workers=3, samples=4 * 300, slowdown={1: 50.0})
     outcome = run(job)
     steps = [len(worker.leases) for worker in outcome.workers]

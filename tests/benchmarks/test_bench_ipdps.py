@@ -121,14 +121,14 @@ def test_ipdps_reasons_explain_deviations_beyond_a_quarter() -> None:
     third = row(links=20.0, hosts=20.0, third=9.0) | {"with": "DF"}
     assert ipdps_reasons.reason(third) == "A, D, F"
     ring = row(algorithm="ar-sgd", network="vgg16", links=20.0, hosts=2.0, published=5.8)
-    # 7 of 8 workers send 2 x 23/24 of 553.4 MB within their machine: 2.07 s, previously 0.44 s.
+    # 7 of 8 workers send 2 x 23/24 of 553.4 MB in their machine, in 2.07 s plus 0.44 s before.
     assert "24 Gbit/s" in ipdps_reasons.reason(ring)
     assert ipdps_reasons.explained(third) == 9.0
     other = row(links=9.6, hosts=9.5, published=7.47)
     assert re.match(r"A; .*figure 2\b.*\b8\.67\b", ipdps_reasons.reason(other))
     assert ipdps_reasons.explained(row(links=12.0, hosts=10.0)) == 12.0
     assert ipdps_reasons.explained(row(links=20.0, hosts=15.0)) == 15.0
-    # Neither the traffic of a ring nor the sum of parts explains any value.
+    # The explanations by ring traffic and by partial sums do not apply to every value.
     assert ipdps_reasons.reason({**ring, "published": 500.0}) == ""
     parts = row(algorithm="bsp", network="vgg16", stage="none", links=5.6, hosts=3.15)
     assert "six groups" in ipdps_reasons.reason({**parts, "published": 1.74})

@@ -269,7 +269,7 @@ def test_lab_of_killed_owner_is_removed_later(lab: Lab, remedy: str) -> None:
         with Lab(hosts=1):
             pass
     assert remains(name) == []
-    assert len(netns.namespaces(lab.name)) == 4  # the lock of a running process is kept
+    assert len(netns.namespaces(lab.name)) == 4  # the lab of a running process is kept
 
 
 def test_reused_process_id_does_not_protect_lab() -> None:

@@ -127,7 +127,7 @@ def test_sampler_draws_same_order_on_all_workers() -> None:
 
 def test_feed_keeps_batches_of_batch_sampler_whole() -> None:
     feed = loader(batch_sampler=OfOneLength(range(LENGTH), 6, False))
-    assert feed.length(6) == 24  # each counts as that many
+    assert feed.length(6) == 24  # each batch counts as 6
     dealt = [taken(feed, worker, 1) for worker in range(WORKERS)]
     for (batch,) in dealt:
         assert len({number % 4 for number in batch}) == 1

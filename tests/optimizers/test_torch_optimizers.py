@@ -328,7 +328,7 @@ def test_changed_hyperparameters_apply_and_optimizer_specific_ones_are_kept() ->
         pair.step(number)
     pair.check()
     inner = pair.optimizer.state_dict()["parts"][0]["state"]["inner"]["param_groups"][0]
-    assert inner["steps"] == STEPS  # ``given`` makes no steps, so it does not count
+    assert inner["steps"] == STEPS  # ``given`` takes no steps and counts none
 
 
 def test_scheduler_advances_every_step_and_rejects_extra_step() -> None:

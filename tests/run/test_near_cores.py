@@ -37,7 +37,7 @@ MACHINES = {
             "0000:c4:00.0": "30-35,78-83",
         },
     ),
-    # One EPYC 7763; the order is reversed.
+    # One EPYC 7763; its GPUs are numbered in the opposite order.
     "Perlmutter": (
         128,
         {

@@ -144,7 +144,7 @@ def check_survivors(job: Job) -> None:
         counts = rank.role.counts()
         if isinstance(rank.role, ServerAlgorithm):
             assert counts["applied"] + counts["dropped"] - counts.get("from_failed", 0) == computed
-    # The model's error depends roughly on the number of samples used.
+    # The model's error depends on the samples used, so only a loose bound holds.
     assert torch.isfinite(outcome.model).all()
     assert remaining_distance(job, outcome.model) < 1.2
 

@@ -50,7 +50,7 @@ def remains() -> list[str]:
 
 def test_cluster_up_and_down_are_idempotent() -> None:
     assert "2 nodes are up" in command("up")
-    assert "2 nodes are up" in command("up", "--nodes", "3")  # the process of the previous cluster
+    assert "2 nodes are up" in command("up", "--nodes", "3")  # the existing cluster
     assert len(set(command("run", "srun", "-N2", "hostname").split())) == 2
     assert "removed" in command("down")
     assert remains() == []

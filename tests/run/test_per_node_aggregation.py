@@ -80,7 +80,7 @@ def test_resumed_run_with_per_node_aggregation_equals_the_uninterrupted_one(
     run(tmp_path / "whole", *options, "--samples", 1400)
     run(tmp_path / "half", *options, "--samples", 700)
     simulate(None, "--resume", tmp_path / "half", "--samples", 1400)
-    for rank in (1, 5):  # ranks without other ranks on their node, and non-leading ranks
+    for rank in (1, 5):  # a rank that leads no other, and one that is led
         models = [
             checkpoint_part(tmp_path / name, rank)["role"]["parameters"]
             for name in ("whole", "half")
