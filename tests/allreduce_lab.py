@@ -1,4 +1,4 @@
-"""What every all-reduce has to do, over MPI and in virtual time; every rank runs it."""
+"""Requirements on every all-reduce, over MPI and in simulation; every rank runs them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from aladdin_mpi.allreduce.base import AllReduce
 from aladdin_mpi.transport.base import Transport
 
 SIZES = (1, 2, 7, 33, 1000, 70_001)
-"""Values of the buckets: fewer than ranks, not divisible by them, and more than any MPI sends
-eagerly."""
+"""Bucket lengths: fewer values than ranks, not divisible by the number of ranks, and more than any
+MPI sends eagerly.
+"""
 
 
 def part(rank: int, key: int, turn: int, numel: int) -> Tensor:
-    """What a rank adds to a bucket: multiples of 1/4 that bf16 holds, and their sums too."""
+    """Return a rank's contribution to a bucket: multiples of 1/4, exact in bf16."""
     return ((torch.arange(numel) + 3 * key + turn) % 5 + rank % 3) / 4
 
 
@@ -23,7 +24,7 @@ def expected(ranks: int, key: int, turn: int, numel: int) -> Tensor:
 
 
 def sums_are_right(transport: Transport, reducer: AllReduce, turns: int = 3) -> None:
-    """Several buckets are under way at once; ranks are out of step; all is done again."""
+    """Check sums of several concurrent buckets, with ranks out of step, twice."""
     for turn in range(turns):
         flat = torch.cat([part(transport.rank, k, turn, n) for k, n in enumerate(SIZES)])
         buckets = list(flat.split(list(SIZES)))
@@ -36,7 +37,7 @@ def sums_are_right(transport: Transport, reducer: AllReduce, turns: int = 3) -> 
 
 
 def rounds_alike(transport: Transport, reducer: AllReduce) -> None:
-    """All ranks get the same bits, also where the sum has to be rounded."""
+    """Check that all ranks get the same bits, even if sums have to be rounded."""
     values = torch.randn(10_001, generator=torch.Generator().manual_seed(transport.rank))
     exact = values.double()
     total = reducer.start(values, 0).wait()
@@ -44,5 +45,5 @@ def rounds_alike(transport: Transport, reducer: AllReduce) -> None:
     first = total.clone()
     transport.wait(transport.ibroadcast(first, 0))
     assert torch.equal(total, first)
-    # Each of the n values is rounded to 8 bits, and so is the sum: of about sqrt(n).
+    # Each of the n values is rounded to 8 bits, and so is the sum, which is about sqrt(n).
     assert (total - exact).abs().max() < 0.05 * transport.size

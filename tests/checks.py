@@ -1,4 +1,4 @@
-"""What tests of several algorithms check in the same way."""
+"""Checks that the tests of several algorithms share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.run.test_resume import MODULE, PLAN, assert_same
 
 
 def check_resumed(folder: Path, algorithm: str, *options: object) -> None:
-    """Kill a run after its first checkpoint, resume it, and compare all that it leaves."""
+    """Kill a run after its first checkpoint, resume it, and compare all of its results."""
     check_killed_and_resumed(folder, 50, *PLAN, "--algorithm", algorithm, "--servers", 2, *options)
 
 
@@ -46,7 +46,7 @@ def check_killed_and_resumed(folder: Path, step: int, *plan: object) -> Path:
 
 
 def check_converges(job: Job) -> Outcome:
-    """Run ``job``, which must have no noise, and check that it ends in the minimum."""
+    """Run ``job``, which must have no noise, and check that it converges to the minimum."""
     job.schedule = lambda samples: 0.2
     end = run(job)
     end.check_accounts()

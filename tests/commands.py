@@ -1,4 +1,4 @@
-"""The commands as a user runs them, and what they leave behind."""
+"""Run the commands as a user does, and access the files and processes that they leave."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.launch import ROOT, Completed, Job, run_ranks, start_ranks
 TRAIN = ("-m", "aladdin_mpi.train")
 SIMULATE = ("-m", "aladdin_mpi.simulate")
 EPOCH = 1437
-"""Training samples of digits."""
+"""Number of training samples of digits."""
 
 
 def words(run_dir: Path | None, options: Sequence[object]) -> list[str]:
-    """The command line for ``options``, a flat row of names and values."""
+    """Return the command line for ``options``, an alternating list of names and values."""
     where = [] if run_dir is None else ["--run-dir", str(run_dir)]
     return [*where, *map(str, options)]
 
@@ -36,7 +36,7 @@ def words(run_dir: Path | None, options: Sequence[object]) -> list[str]:
 def train(
     ranks: int, run_dir: Path | None, *options: object, modules: Path | None = None, **how: Any
 ) -> Completed:
-    """``mpirun -n RANKS python -m aladdin_mpi.train ...``; ``how`` as for ``run_ranks``."""
+    """Run ``mpirun -n RANKS python -m aladdin_mpi.train ...``; ``how`` as for ``run_ranks``."""
     how["env"] = {**how.get("env", {}), **_python_path(modules)}
     return run_ranks(ranks, [*TRAIN, *words(run_dir, options)], **how)
 
@@ -44,7 +44,7 @@ def train(
 def training(
     ranks: int, run_dir: Path, *options: object, modules: Path | None = None, **how: Any
 ) -> AbstractContextManager[Job]:
-    """The same, as a job that can be hurt."""
+    """Start the same command as a job that can be interrupted."""
     how["env"] = {**how.get("env", {}), **_python_path(modules)}
     return start_ranks(ranks, [*TRAIN, *words(run_dir, options)], **how)
 
@@ -58,7 +58,7 @@ def simulate(
     timeout: float = 120,
     is_warm: bool = True,
 ) -> Completed:
-    """``python -m aladdin_mpi.simulate ...``, unless told otherwise in a warm process."""
+    """Run ``python -m aladdin_mpi.simulate ...``, in a warm process by default."""
     start = time.monotonic()
     args = [*SIMULATE, *words(run_dir, options)]
     surroundings = {**os.environ, **_python_path(modules), **(env or {})}
@@ -79,7 +79,7 @@ def simulate(
 
 
 def compare(words: Sequence[str]) -> int:
-    """``python -m aladdin_mpi.compare ...`` in this process, but that errors are raised."""
+    """Run ``python -m aladdin_mpi.compare ...`` in this process; errors are raised."""
     return command.compare(read_request(words))
 
 
@@ -87,14 +87,14 @@ def _python_path(modules: Path | None) -> dict[str, str]:
     return {} if modules is None else {"PYTHONPATH": str(modules)}
 
 
-# -- what a run leaves ----------------------------------------------------------------
+# -- files of a run -------------------------------------------------------------------
 def summary(run_dir: Path) -> dict[str, Any]:
     result: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
     return result
 
 
 def metrics(run_dir: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """The lines of metrics, each of which must parse."""
+    """Return the lines of metrics, each of which must parse."""
     text = (run_dir / "metrics.jsonl").read_text()
     assert not text or text.endswith("\n")
     lines = [json.loads(line) for line in text.splitlines()]
@@ -107,25 +107,25 @@ def rises(lines: Sequence[Mapping[str, Any]], key: str = "samples") -> bool:
 
 
 def checkpoint(run_dir: Path) -> Path:
-    """The folder of the last checkpoint."""
+    """Return the folder of the last checkpoint."""
     (folder,) = (run_dir / "checkpoint").glob("samples-*")
     return folder
 
 
 def checkpoint_part(run_dir: Path, rank: int) -> dict[str, Any]:
-    """What a rank has saved in the last checkpoint."""
+    """Return a rank's part of the last checkpoint."""
     part: dict[str, Any] = torch.load(checkpoint(run_dir) / f"rank-{rank}.pt", weights_only=True)
     return part
 
 
 def leftovers(run_dir: Path) -> list[str]:
-    """Files under names that are only used while they are written."""
+    """Return files with names that are used only during writing."""
     return sorted(str(p) for p in run_dir.rglob("*") if re.search(r"\.?tmp\b", p.name))
 
 
-# -- what a job prints and leaves running -----------------------------------------------
+# -- output and processes of a job -------------------------------------------------------
 def refusal(completed: Completed) -> str:
-    """The one line that says why nothing was done; checks that it is all there is to see."""
+    """Return the one error line, and check that nothing else was printed."""
     lines = [line for line in completed.stderr.splitlines() if "aladdin_mpi: error" in line]
     assert completed.returncode != 0, repr(completed)
     assert len(lines) == 1, repr(completed)
@@ -134,7 +134,7 @@ def refusal(completed: Completed) -> str:
 
 
 def running(mark: str) -> list[int]:
-    """Processes with ``mark`` in their command line or environment, zombies left out."""
+    """Return processes with ``mark`` in their command line or environment, except zombies."""
     pids = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -147,7 +147,7 @@ def running(mark: str) -> list[int]:
 
 
 def end_of(mark: str, seconds: float) -> bool:
-    """Whether no process with ``mark`` is left, at the latest after ``seconds``."""
+    """Return whether all processes with ``mark`` end within ``seconds``."""
     end = time.monotonic() + seconds
     while left := running(mark):
         if time.monotonic() > end:

@@ -1,7 +1,7 @@
-"""A perceptron on the digits, trained with any gradient codec, put together by hand.
+"""A perceptron trained on the digits with any gradient codec, assembled without the trainer.
 
-It runs in virtual time (:func:`run`) or on any transport (:func:`run_rank`), and leaves every
-rank's role and codec to be looked at.
+It runs in simulation (:func:`run`) or on any transport (:func:`run_rank`), and exposes every rank's
+role and codec to the test.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TRAINING = 1500
 
 
 class WholeModels(DeepGradientCompression):
-    """Compressed gradients, but models sent whole."""
+    """Compressed gradients with models sent whole."""
 
     def model_encoder(self) -> None:
         return None
@@ -49,10 +49,10 @@ class WholeModels(DeepGradientCompression):
 
 @dataclass
 class Job:
-    """A run. ``ratio`` is the share of values sent; None: no compression.
+    """A run. ``ratio`` is the share of values sent; None means no compression.
 
-    ``wire`` is another way to send, one of ``--wire``; it stands for ratio, kind and dtype.
-    ``settings`` are fields of RunOptions; times are virtual seconds.
+    ``wire`` is a value of ``--wire`` and replaces ratio, kind and dtype. ``settings`` are fields
+    of RunOptions; times are simulated seconds.
     """
 
     algorithm: str = "aladdin"
@@ -83,7 +83,7 @@ class Job:
 
 @dataclass
 class RankResult:
-    """How a rank ended."""
+    """Final state of a rank."""
 
     role: Role
     codec: GradientCodec
@@ -92,7 +92,7 @@ class RankResult:
 
 @dataclass
 class Outcome:
-    """What is left of a run."""
+    """Results of a run."""
 
     job: Job
     layout: Layout
@@ -108,12 +108,12 @@ class Outcome:
 
     @property
     def model(self) -> Tensor:
-        """The servers' model, flat."""
+        """The servers' model as a flat vector."""
         return torch.cat([self.ranks[b.server].role.part(b) for b in self.layout.buckets])
 
     @property
     def locals(self) -> Tensor:
-        """The workers' models, one a row."""
+        """The workers' models, one per row."""
         whole = self.layout.buckets
         return torch.stack([torch.cat([w.role.part(b) for b in whole]) for w in self.workers])
 
@@ -121,7 +121,7 @@ class Outcome:
         return sum(rank.traffic.bytes_sent for rank in ranks)
 
     def accuracy(self) -> float:
-        """Of the servers' model, on digits that were not trained on."""
+        """Return the accuracy of the servers' model on held-out digits."""
         module = perceptron(self.job.hidden)
         Replica(module).parameters.copy_(self.model)
         images, labels = digits()
@@ -132,7 +132,7 @@ class Outcome:
 
 @cache
 def digits() -> tuple[Tensor, Tensor]:
-    """Images from 0 to 1 and labels, shuffled."""
+    """Return shuffled images, with values from 0 to 1, and labels."""
     arrays = read_digits()
     images, labels = arrays["pixels"].flatten(1) / 16, arrays["labels"].long()
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
@@ -148,7 +148,7 @@ def perceptron(hidden: int) -> nn.Module:
 
 
 def run(job: Job) -> Outcome:
-    """Train in virtual time."""
+    """Train in simulation."""
     cluster = VirtualCluster(job.servers + job.workers, job.cluster)
     results: list[Any] = cluster.run(lambda transport: run_rank(job, transport))
     return Outcome(job, layout_of(job), results)
@@ -160,7 +160,7 @@ def layout_of(job: Job) -> Layout:
 
 
 def run_rank(job: Job, transport: Transport) -> RankResult:
-    """One rank's part."""
+    """Run one rank."""
     module = perceptron(job.hidden)
     replica: Replica | PhantomReplica
     sizes = outline(module)

@@ -1,7 +1,7 @@
-"""What every engine has to do, checked by all ranks together.
+"""Requirements on every engine, checked by all ranks together.
 
-Each check is run by every rank of a transport and works for any number of ranks, in
-virtual and in real time: it sleeps for 0.2 s at most at a time and asserts no times.
+Every rank of a transport runs each check. The checks work for any number of ranks, in simulated and
+in real time: they sleep for at most 0.2 s at a time and make no assertions about times.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from aladdin_mpi.transport.base import ANY_SOURCE, Transport
 from tests.conformance_collectives import COLLECTIVE_CHECKS, LARGE, full
 
 CHECKS: dict[str, Callable[[Transport], None]] = {}
-"""The checks by name."""
+"""Checks by name."""
 
 
 def _listed(check: Callable[[Transport], None]) -> Callable[[Transport], None]:
@@ -24,7 +24,7 @@ def _listed(check: Callable[[Transport], None]) -> Callable[[Transport], None]:
 
 
 def run_all(transport: Transport) -> None:
-    """Run every check, the ranks together."""
+    """Run every check on all ranks together."""
     for check in CHECKS.values():
         transport.wait(transport.ibarrier())
         check(transport)
@@ -51,8 +51,8 @@ def check_order_within_tag(transport: Transport) -> None:
 
 
 @_listed
-def check_tags_are_apart(transport: Transport) -> None:
-    """A message is taken by the receive of its tag, whatever came before."""
+def check_tags_are_matched_separately(transport: Transport) -> None:
+    """A receive takes only messages with its tag, whatever arrived before."""
     dest, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
     sends = [transport.isend(full(4, tag), dest, _tag(1, tag)) for tag in range(3)]
     for tag in (2, 0, 1):
@@ -77,7 +77,7 @@ def check_posted_receives(transport: Transport) -> None:
 
 @_listed
 def check_any_source(transport: Transport) -> None:
-    """ANY_SOURCE takes one message of every rank, and tells from whom."""
+    """ANY_SOURCE takes one message from every rank, and reports the source."""
     if transport.rank:
         transport.wait(transport.isend(full(8, transport.rank), 0, _tag(3)))
         return
@@ -93,7 +93,7 @@ def check_any_source(transport: Transport) -> None:
 
 @_listed
 def check_any_source_among_others(transport: Transport) -> None:
-    """Of a receive from anyone and one from the sender, the one posted first is filled first."""
+    """Receives from any source and from a given source are filled in the order of posting."""
     rank = transport.rank
     for tag, sources in ((19, (ANY_SOURCE, rank)), (20, (rank, ANY_SOURCE))):
         buffers = [torch.empty(1), torch.empty(1)]
@@ -108,7 +108,7 @@ def check_any_source_among_others(transport: Transport) -> None:
 
 @_listed
 def check_wait_any_order(transport: Transport) -> None:
-    """Of several requests that are done, wait_any names the one that was done first."""
+    """If several requests have completed, wait_any returns the one that completed first."""
     if transport.size < 2 or transport.rank > 1:
         return
     go = torch.zeros(1)
@@ -129,7 +129,7 @@ def check_wait_any_order(transport: Transport) -> None:
 
 @_listed
 def check_wait_any_timeout(transport: Transport) -> None:
-    """A timeout given to wait_any returns -1, and the receive stays posted."""
+    """wait_any returns -1 after its timeout, and the receive stays posted."""
     buffer = torch.empty(1)
     request = transport.irecv(buffer, transport.rank, _tag(5))
     assert transport.wait_any([request], timeout=0.02) == -1
@@ -142,7 +142,7 @@ def check_wait_any_timeout(transport: Transport) -> None:
 
 @_listed
 def check_wait_set(transport: Transport) -> None:
-    """A set gives requests in the order of their ends, and waits for what replaces them."""
+    """A set returns requests in the order of completion, including replacements."""
     if transport.rank:
         for number in range(3):
             transport.wait(transport.isend(full(1, number), 0, _tag(30)))
@@ -168,7 +168,7 @@ def check_wait_set(transport: Transport) -> None:
 
 @_listed
 def check_larger_receive_buffer(transport: Transport) -> None:
-    """A message may be shorter than its buffer, the rest of which stays as it was."""
+    """A message may be shorter than its buffer, whose remaining values are unchanged."""
     dest, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
     buffer = full(10, -1)
     request = transport.irecv(buffer, source, _tag(6))
@@ -180,7 +180,7 @@ def check_larger_receive_buffer(transport: Transport) -> None:
 
 @_listed
 def check_zero_length(transport: Transport) -> None:
-    """A message of no bytes is a message."""
+    """An empty message is delivered."""
     dest, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
     request = transport.irecv(torch.empty(0), source, _tag(7))
     transport.wait(transport.isend(torch.empty(0), dest, _tag(7)))
@@ -202,7 +202,7 @@ def check_self_send(transport: Transport) -> None:
 
 @_listed
 def check_server_and_workers(transport: Transport) -> None:
-    """A server with a receive posted for each worker answers every one of them."""
+    """A server with one posted receive per worker answers all workers."""
     rounds = 3
     if transport.rank:
         for turn in range(rounds):
@@ -228,7 +228,7 @@ def check_server_and_workers(transport: Transport) -> None:
 
 
 @_listed
-def check_exchange_of_large(transport: Transport) -> None:
+def check_exchange_of_large_messages(transport: Transport) -> None:
     """All ranks send to all others at once, receives posted first."""
     others = [rank for rank in range(transport.size) if rank != transport.rank]
     buffers = {rank: torch.empty(LARGE) for rank in others}
@@ -242,7 +242,7 @@ def check_exchange_of_large(transport: Transport) -> None:
 
 @_listed
 def check_half_precision_payload(transport: Transport) -> None:
-    """The bits of bfloat16, NaN and infinity among them, arrive as they left."""
+    """bfloat16 values arrive bit-identical, including NaN and infinity."""
     dest, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
     bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
     buffer = torch.zeros(2**16, dtype=torch.bfloat16)
@@ -253,7 +253,7 @@ def check_half_precision_payload(transport: Transport) -> None:
 
 @_listed
 def check_mixed_dtypes(transport: Transport) -> None:
-    """Bytes are sent, whatever the types at the two ends."""
+    """Bytes are sent, whatever the dtypes at both ends."""
     dest, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
     numbers = torch.tensor([[1.5, -2.0], [3.0, float("inf")]], dtype=torch.float64)
     buffer = torch.zeros(32, dtype=torch.uint8)
@@ -264,7 +264,7 @@ def check_mixed_dtypes(transport: Transport) -> None:
 
 @_listed
 def check_cancel(transport: Transport) -> None:
-    """A cancelled receive takes nothing: the message goes to the next one."""
+    """A cancelled receive takes no message: the next receive gets it."""
     dest, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
     given_up, kept = full(4, -1), full(4, -1)
     request = transport.irecv(given_up, source, _tag(13))
@@ -278,7 +278,7 @@ def check_cancel(transport: Transport) -> None:
 
 @_listed
 def check_traffic(transport: Transport) -> None:
-    """Bytes and messages are counted at both ends, and waiting is time."""
+    """Bytes and messages are counted at both ends, and waiting time is measured."""
     dest, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
     traffic = transport.traffic
     before = (traffic.bytes_sent, traffic.messages_sent)
@@ -298,7 +298,7 @@ def check_traffic(transport: Transport) -> None:
 
 
 class _Switch:
-    """An event that happens when it is told to."""
+    """An event that happens when the test sets it."""
 
     def __init__(self) -> None:
         self.on = False
@@ -309,7 +309,7 @@ class _Switch:
 
 @_listed
 def check_send_after_event(transport: Transport) -> None:
-    """A send waits for its event, reads its buffer after it, and keeps the order of its tag."""
+    """A send waits for its event, then reads its buffer, and keeps the order of its tag."""
     dest, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
     for length in (4, LARGE):
         event, buffer = _Switch(), full(length, -1)
@@ -337,7 +337,7 @@ def check_send_after_event(transport: Transport) -> None:
 # -- messages that interrupt --------------------------------------------------------
 @_listed
 def check_handler_during_sleep(transport: Transport) -> None:
-    """Rank 0 computes; the others get answers from its handler nevertheless."""
+    """While rank 0 computes, its message handler answers the other ranks."""
     seen: list[int] = []
     answers: list[tuple[Tensor, object]] = []
 
@@ -366,7 +366,7 @@ def check_handler_during_sleep(transport: Transport) -> None:
 
 @_listed
 def check_handler_keeps_order(transport: Transport) -> None:
-    """Messages of one sender reach the handler in order, of whatever length."""
+    """Messages of one sender reach the handler in order, whatever their lengths."""
     seen: list[tuple[int, int]] = []
     transport.on_message(
         _tag(17), 1000, lambda source, message: seen.append((source, message.numel()))
@@ -385,7 +385,7 @@ def check_handler_keeps_order(transport: Transport) -> None:
 
 @_listed
 def check_atomic(transport: Transport) -> None:
-    """A handler never sees the inside of an atomic section."""
+    """A handler never runs inside an atomic section."""
     pair = [0, 0]
     equal: list[bool] = []
     transport.on_message(_tag(18), 8, lambda source, message: equal.append(pair[0] == pair[1]))
@@ -408,10 +408,10 @@ def check_atomic(transport: Transport) -> None:
     assert equal == [True] * (count * len(others))
 
 
-# -- the rest -----------------------------------------------------------------------
+# -- other ------------------------------------------------------------------------
 @_listed
-def check_time_goes_on(transport: Transport) -> None:
-    """A sleep takes at least its time."""
+def check_time_advances(transport: Transport) -> None:
+    """A sleep takes at least its duration."""
     start = transport.now()
     transport.sleep(0.02)
     assert transport.now() - start >= 0.019
@@ -419,7 +419,7 @@ def check_time_goes_on(transport: Transport) -> None:
 
 @_listed
 def check_description(transport: Transport) -> None:
-    """Rank, size and hosts are those of a job in which nobody has failed."""
+    """Rank, size and hosts match those of a job without failures."""
     assert 0 <= transport.rank < transport.size == len(transport.hosts)
     assert transport.host == transport.hosts[transport.rank]
     assert transport.failed == frozenset()

@@ -1,4 +1,4 @@
-"""What the collectives of every engine have to do; part of ``conformance.py``."""
+"""Requirements on the collectives of every engine; part of ``conformance.py``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def full(length: int, value: float) -> Tensor:
 
 
 def _values(rank: int, length: int) -> np.ndarray:
-    """Whole numbers, so that sums are exact in any order."""
+    """Return integers, whose sums are exact in any order."""
     return (np.arange(length) % 97 + 1.0) * (rank + 1)
 
 
 def check_barrier(transport: Transport) -> None:
-    """No rank passes before all have come."""
+    """No rank leaves the barrier before all have entered it."""
     if transport.rank:
         request = transport.ibarrier()
         assert not transport.test(request)
@@ -47,7 +47,7 @@ def check_broadcast(transport: Transport) -> None:
 
 
 def check_allreduce(transport: Transport) -> None:
-    """The sum over all ranks, small and large, in place and elsewhere."""
+    """Sum over all ranks, small and large, in place and out of place."""
     for dtype in (torch.float32, torch.float64, torch.int64):
         for length in (1, 1000, LARGE + 1):
             mine = torch.from_numpy(_values(transport.rank, length)).to(dtype)
@@ -71,7 +71,7 @@ def check_allreduce_same_bits(transport: Transport) -> None:
 
 
 def check_allreduce_refuses_half(transport: Transport) -> None:
-    """MPI would add bfloat16 wrongly without a word."""
+    """MPI would silently add bfloat16 incorrectly."""
     for dtype in (torch.bfloat16, torch.float16):
         try:
             transport.iallreduce(torch.ones(4, dtype=dtype))
@@ -82,7 +82,7 @@ def check_allreduce_refuses_half(transport: Transport) -> None:
 
 
 def check_allgather(transport: Transport) -> None:
-    """Everyone's buffer in rank order."""
+    """Gathers all ranks' buffers in rank order."""
     for length in (1, 1000, LARGE):
         mine = torch.from_numpy(_values(transport.rank, length)).float()
         gathered = torch.zeros(transport.size, length)
@@ -92,7 +92,7 @@ def check_allgather(transport: Transport) -> None:
 
 
 def check_alltoall(transport: Transport) -> None:
-    """Part i goes to rank i."""
+    """Rank i receives part i."""
     size = transport.size
     for length in (1, 1000, LARGE // 4):
         mine = torch.arange(size).repeat_interleave(length) + 100 * transport.rank
@@ -103,7 +103,7 @@ def check_alltoall(transport: Transport) -> None:
 
 
 def check_overlapping_collectives(transport: Transport) -> None:
-    """Several collectives and messages are under way at once."""
+    """Several collectives and messages are pending at once."""
     rank, size = transport.rank, transport.size
     total, root_value = full(LARGE, rank), full(1000, rank)
     mine, gathered = full(10, rank), torch.empty(10 * size)
@@ -125,7 +125,7 @@ def check_overlapping_collectives(transport: Transport) -> None:
 
 
 def check_when_done(transport: Transport) -> None:
-    """One collective follows another while the rank computes, and after it has ended as well."""
+    """One collective follows another while the rank computes, or after the first has completed."""
     size, count = transport.size, 5
     gathered = [torch.zeros(size * LARGE) for _ in range(count)]
     requests: list[Request] = []
@@ -157,8 +157,8 @@ def check_when_done(transport: Transport) -> None:
     assert told == [True]
 
 
-class FifthLook:
-    """An event that has happened when it is looked at for the fifth time."""
+class FifthQuery:
+    """An event that has happened when it is queried for the fifth time."""
 
     def __init__(self) -> None:
         self.looks = 0
@@ -177,7 +177,7 @@ def check_when_happened(transport: Transport) -> None:
         requests.append(transport.iallreduce(totals[len(requests)]))
 
     for number in range(3):
-        transport.when_done(FifthLook(), start)
+        transport.when_done(FifthQuery(), start)
         for _ in range(500):
             if len(requests) > number and requests[-1].done:
                 break

@@ -1,4 +1,4 @@
-"""Settings for the whole suite: one thread to a process, as many processes share few cores."""
+"""Settings for the whole suite: one thread per process, because many processes share few cores."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests import warm
 from tests.launch import NEEDS_MPI
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("OMPI_MCA_btl", "^ofi")  # which sleeps for a second in MPI_Init
+os.environ.setdefault("OMPI_MCA_btl", "^ofi")  # the omitted one sleeps for a second in MPI_Init
 
 # A shell starts background commands with SIGINT ignored, which the programs under test inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# No test depends on speed: on a busy machine drawing inputs or a test may take any time.
+# No test depends on speed: on a busy machine, drawing inputs or a test may take any time.
 settings.register_profile("any-speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any-speed")
 
@@ -31,57 +31,57 @@ SHARED = (
     "tests/run/test_suspend.py",
     "tests/test_train.py",
 )
-"""Files whose tests share what is slow to make: they stay in one process."""
+"""Files whose tests share slow fixtures, and therefore run in one process."""
 HOSTS = (
     "tests/slurm/",
     "tests/benchmarks/test_benchmarks.py",
     "tests/transport/test_cut_links.py",
     "tests/benchmarks/test_lab.py",
 )
-"""Those that build a network of hosts, one at a time."""
+"""Files that build a network of hosts, one at a time."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Where several processes share the tests, one server of warm processes does for all."""
+    """If several processes share the tests, they share one server of warm processes."""
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         os.environ[warm.SHARED] = warm.python()
 
 
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take longer than small runs do; those of commands, in other processes, are drawn."""
+    """Skip plots, which take longer than small runs; commands in other processes do draw them."""
     monkeypatch.setattr("aladdin_mpi.run.summary.draw_curves", lambda *_: None)
 
 
 @pytest.fixture
 def warm_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What starts ``sys.executable`` in this process starts warm ones (warm.py)."""
+    """Start warm processes (warm.py) in place of ``sys.executable`` in this process."""
     monkeypatch.setattr(sys, "executable", warm.python())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long chains first; jobs, of which few run at a time, evenly among tests of one process."""
+    """Start long chains first; spread jobs, few of which run at a time, evenly among the tests."""
     chains: list[pytest.Item] = []
     jobs: list[pytest.Item] = []
     alone: list[pytest.Item] = []
     for item in items:
         is_chain = item.nodeid.startswith((*HOSTS, *SHARED))
         (chains if is_chain else jobs if _starts_a_job(item) else alone).append(item)
-    # Sorted by how much of its own kind lies before each.
+    # Sorted by the share of tests of the same kind before each.
     shares = [place / len(kind) for kind in (jobs, alone) for place in range(len(kind))]
     mixed = sorted(zip(shares, range(len(shares)), (*jobs, *alone), strict=True))
     items[:] = [*chains, *(item for _, _, item in mixed)]
 
 
 def _starts_a_job(item: pytest.Item) -> bool:
-    """Whether it needs an MPI (``launch.needs``)."""
+    """Return whether the test needs an MPI (``launch.needs``)."""
     reasons = (str(mark.kwargs.get("reason")) for mark in item.iter_markers("skipif"))
     return any(reason.startswith(NEEDS_MPI) for reason in reasons)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Several processes share the tests one by one, but for those that belong together."""
+    """Distribute tests one by one among several processes, except those that belong together."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):

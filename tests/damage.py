@@ -1,4 +1,4 @@
-"""A network that damages messages: one bit of a copy is changed on the way."""
+"""A transport that damages messages: one bit of a copy is flipped in transit."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from aladdin_mpi.transport.checksums import ChecksumTransport
 from aladdin_mpi.transport.wrapper import TransportWrapper
 
 Choice = Callable[[int, Tensor], bool]
-"""Whether to damage a message, by its number among the rank's headers, or its others."""
+"""Whether to damage a message, by its index among the rank's headers or other messages."""
 
 
 class DamagingTransport(TransportWrapper):
-    """Damages what it sends, if ``chosen``; ``damaged`` has the tags, in order."""
+    """Damages sent messages selected by ``chosen``; ``damaged`` lists their tags in order."""
 
     def __init__(
         self, inner: Transport, chosen: Choice, damage: Callable[[Tensor], Tensor] | None = None
@@ -47,14 +47,14 @@ class DamagingTransport(TransportWrapper):
 
 
 def changed(buffer: Tensor) -> Tensor:
-    """A copy; the highest bit of the last value's exponent is the other way round."""
+    """Return a copy in which the highest exponent bit of the last value is flipped."""
     copy = buffer.clone()
     copy.view(torch.uint8)[-1] ^= 0x40
     return copy
 
 
 def sealed(transport: Transport) -> Transport:
-    """With checksums, as ``--checksum`` has it."""
+    """Return the transport with checksums, as ``--checksum`` does."""
 
     def damaged(source: int, tag: int) -> None:
         report(transport, Refusal(Reason.CHECKSUM, source, value=tag))
@@ -63,5 +63,5 @@ def sealed(transport: Transport) -> Transport:
 
 
 def is_values(buffer: Tensor) -> bool:
-    """Headers are in float64."""
+    """Return whether a message has values; headers are in float64."""
     return buffer.dtype != torch.float64

@@ -1,4 +1,4 @@
-"""Runs of ``tests.roles`` whose sizes, speeds, network and options are drawn from a seed."""
+"""Random runs of ``tests.roles``: sizes, speeds, network and options depend on a seed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def any_served_job(algorithm: str, seed: int, draw_options: DrawOptions) -> Job:
 
 
 def any_lockstep_job(algorithm: str, seed: int, draw_settings: DrawOptions = lambda r: {}) -> Job:
-    """Return a run without servers of one to nine workers, whose steps are taken in rounds."""
+    """Return a run without servers, with one to nine workers that step in rounds."""
     r = random.Random(seed)
     workers = r.randint(1, 9)
     settings = {

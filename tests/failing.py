@@ -1,4 +1,4 @@
-"""A model whose training can be made to fail at a step."""
+"""A model whose training fails at a chosen step."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from torch import Tensor, nn
 
 
 class Failure(Exception):
-    """What :class:`Net` raises."""
+    """Error raised by :class:`Net`."""
 
 
 class Net(nn.Module):
-    """Has dropout and batch norm, whose states belong into a checkpoint too."""
+    """A network with dropout and batch norm, whose states belong in checkpoints."""
 
     steps = 0
     last = -1
-    """The step, counted over all workers of a simulation, that fails."""
+    """Step that fails, counted over all workers of a simulation."""
     spoilt: range = range(0)
-    """Steps of a worker, counted from 1, whose output is NaN."""
+    """Steps whose output is NaN, counted from 1 for each worker."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the tests of algorithms without servers share: spied transports, drawn jobs."""
+"""Tools for tests of algorithms without servers: observed transports and random runs."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from tests.roles import Job, Outcome, any_network, flat_start, noise_of_samples,
 
 
 class Spy(TransportWrapper):
-    """A transport that tells what passes through it, to be overridden."""
+    """A transport that reports its traffic to methods that a test overrides."""
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner)
         self.simulation = cast(Any, self)  # for sleep_between
 
     def sent(self, buffer: Tensor, dest: int, tag: int) -> None:
-        """A message has left."""
+        """Called when a message has been sent."""
 
     def handled(self, source: int, message: Tensor, tag: int) -> None:
-        """A handler has had a message."""
+        """Called when a handler has processed a message."""
 
     def switched(self) -> None:
-        """Other ranks run now, or have run."""
+        """Called when other ranks may run, and when they have run."""
 
     def isend(self, buffer: Sendable, dest: int, tag: int, after: Event | None = None) -> Request:
         request = super().isend(buffer, dest, tag, after)
@@ -72,7 +72,7 @@ class Spy(TransportWrapper):
         action: Callable[[int], None],
         idle_until: IdleUntil | None = None,
     ) -> None:
-        # By single sleeps, each of which is told of.
+        # Sleep separately for each moment, so that each switch is reported.
         sleep_and_call(self, moments, action)
 
     def wait_any(self, requests: Sequence[Request], timeout: float | None = None) -> int:
@@ -83,14 +83,14 @@ class Spy(TransportWrapper):
 
 
 def run_spied(job: Job, spy: Callable[[Transport], Spy]) -> Outcome:
-    """As ``tests.roles.run``, on transports made by ``spy``."""
+    """Run ``tests.roles.run`` on transports created by ``spy``."""
     cluster = VirtualCluster(job.workers, job.cluster, job.seed)
     results: list[Any] = cluster.run(lambda transport: run_rank(job, spy(transport)))
     return Outcome(job, flat_start(job.numel), results)
 
 
 def any_job(algorithm: str, seed: int, **settings: Any) -> Job:
-    """A run drawn from its seed: any number of workers, cut, speeds, network."""
+    """Return a random run: any number of workers, layout, speeds and network."""
     r = random.Random(seed)
     workers = r.randint(2, 16)
     numel = r.randint(6, 60)
@@ -111,17 +111,17 @@ def any_job(algorithm: str, seed: int, **settings: Any) -> Job:
 
 
 def large(job: Job) -> Job:
-    """The same with two buckets too large for the network to take at once (64 KiB)."""
+    """Return a similar run with two buckets too large for the network to buffer (64 KiB)."""
     return replace(job, numel=33_000, bucket=16_500, samples=min(job.samples, 6 * job.workers))
 
 
 def starts(rank: int, numel: int) -> Tensor:
-    """Every worker's own first model."""
+    """Return every worker's initial model."""
     return torch.randn(numel, generator=torch.Generator().manual_seed(100 + rank))
 
 
 def noises(job: Job, outcome: Outcome, worker: int) -> list[Tensor]:
-    """The gradient noise of each of a worker's steps."""
+    """Return the gradient noise of each of a worker's steps."""
     leases = outcome.workers[worker].leases
     return [
         noise_of_samples(job, worker, leases[:k], lease).double() for k, lease in enumerate(leases)

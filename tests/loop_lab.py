@@ -1,4 +1,4 @@
-"""A training loop of one's own in virtual time: a small network, any algorithm and options."""
+"""A custom training loop in simulation: a small network, with any algorithm and options."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ DATA = TensorDataset(
     torch.randn(48, 24, generator=torch.Generator().manual_seed(1)), torch.arange(48) % 3
 )
 Step = Callable[[DataParallel, nn.Module, Tensor, Tensor], None]
-"""The body of the loop."""
+"""Body of the loop."""
 
 
 def network() -> nn.Module:
-    """A network whose first layer is wide enough for multistep to exchange its activations."""
+    """Return a network with a first layer whose activations multistep exchanges."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(24, 16), nn.ReLU(), nn.Linear(16, 3))
 
@@ -61,19 +61,19 @@ def plain(run: DataParallel, model: nn.Module, inputs: Tensor, labels: Tensor) -
 
 @dataclass
 class Trained:
-    """The end of a run: the global model and rank 0's summary."""
+    """Results of a run: the global model and rank 0's summary."""
 
     x: Tensor
     summary: dict[str, Any]
 
     @property
     def moved(self) -> float:
-        """How far the model is from where it began."""
+        """Return the distance of the model from its initial values."""
         return (self.x - flat(network())).norm().item()
 
 
 def train(folder: Path, algorithm: str, step: Step = plain, **settings: Any) -> Trained:
-    """Train on three workers, and a server if the algorithm has one."""
+    """Train on three workers, and one server if the algorithm has servers."""
     size = WORKERS + (find_algorithm(algorithm).has_servers)
 
     def rank(transport: Any) -> Trained:

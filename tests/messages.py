@@ -1,4 +1,4 @@
-"""Checks of error messages by what they name, which is an argument or a value, not by sentences."""
+"""Check error messages by the arguments and values that they name, not by sentences."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 
 def naming(*names: str) -> str:
-    """Return a pattern for ``pytest.raises(match=)``: messages that contain all of ``names``."""
+    """Return a pattern for ``pytest.raises(match=)`` that requires all of ``names``."""
     return "(?s)" + "".join(f"(?=.*{re.escape(name)})" for name in names)
 
 

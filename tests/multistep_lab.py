@@ -1,4 +1,4 @@
-"""Multistep's ranks on a small network, and the single process that they have to equal."""
+"""Multistep's ranks on a small network, and an equivalent single process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CLASSES = 3
 
 
 def small() -> nn.Module:
-    """A convolution and three dense layers, of which the first is by far the largest."""
+    """Return a network of a convolution and three dense layers, the first by far the largest."""
     return nn.Sequential(
         nn.Conv2d(1, 4, 3),
         nn.ReLU(),
@@ -44,7 +44,7 @@ def small() -> nn.Module:
 
 @dataclass
 class Job:
-    """A run. ``settings`` are fields of RunOptions; ``seconds`` None: in real time."""
+    """A run. ``settings`` are fields of RunOptions; ``seconds`` is None for real time."""
 
     workers: int = 3
     batch: int = 4
@@ -77,7 +77,7 @@ class Job:
 
 
 def data(numbers: range, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Samples by number; the same wherever they are asked for."""
+    """Return samples by number; they are the same on all ranks."""
     random = torch.Generator().manual_seed(3)
     images = torch.randn(64, 1, 6, 6, generator=random, dtype=torch.float64)
     index = torch.tensor([number % 64 for number in numbers], dtype=torch.int64)
@@ -86,7 +86,7 @@ def data(numbers: range, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Result:
-    """How a rank ended."""
+    """Final state of a rank."""
 
     role: MultistepWorker
     traffic: Traffic
@@ -100,7 +100,7 @@ class Result:
 
 
 def alone(job: Job) -> Tensor:
-    """The flat model after training in one process, with the batches of all workers."""
+    """Return the flat model after training in one process with the batches of all workers."""
     module = job.module()
     options = job.options
     optimizer = torch.optim.SGD(
@@ -124,14 +124,14 @@ def alone(job: Job) -> Tensor:
 
 
 def run(job: Job) -> list[Result]:
-    """Train in virtual time."""
+    """Train in simulation."""
     cluster = VirtualCluster(job.workers, job.cluster, job.seed)
     results: list[Any] = cluster.run(lambda transport: run_rank(job, transport))
     return results
 
 
 def run_rank(job: Job, transport: Transport) -> Result:
-    """One rank, on any transport."""
+    """Run one rank on any transport."""
     module = job.module()
     replica = Replica(module)
     options = job.options
@@ -179,7 +179,7 @@ def run_rank(job: Job, transport: Transport) -> Result:
     budget = None
     if transport.rank == 0:
         budget = Budget(transport, job.samples, lambda rank, report: None, range(transport.size))
-    # Only what the algorithm sends is counted.
+    # Count only what the algorithm sends.
     transport.exclude_from_traffic(Tag.DRAW, Tag.GRANT, Tag.REFUSAL)
     start = transport.now()
     for segment in range(job.segments):

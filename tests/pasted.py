@@ -1,6 +1,6 @@
-"""Commands that a program prints, found in its output and checked as if they were pasted.
+"""Find commands in a program's output, and check them as if they were pasted into a shell.
 
-A check parses the options with the command's own parser and makes the checks that the command makes
+A check parses the options with the command's parser, and makes the checks that the command makes
 before it starts work.
 """
 
@@ -25,15 +25,15 @@ TRAIN_SCRIPT = "slurm/train.sbatch"
 
 
 def commands_in(text: str) -> list[str]:
-    """Return the command lines in a text, those inside a sentence by their backticks."""
+    """Return the command lines in a text; those within a sentence are marked by backticks."""
     return [*INLINE.findall(text), *COMMAND.findall(text)]
 
 
 def check(command: str, images: Path) -> None:
-    """Check that a command line is accepted; ``images`` stands for a placeholder's folder.
+    """Check that a command line is accepted; ``images`` replaces a placeholder for a folder.
 
     Raises:
-        UserError, AssertionError: it is not.
+        UserError, AssertionError: the command line is rejected.
     """
     words = shlex.split(PLACEHOLDER.sub(shlex.quote(str(images)), command))
     while "=" in words[0]:
@@ -75,7 +75,7 @@ def _check_train(words: list[str], ranks: int | None = None, workers: int = 0) -
     if options.compute == "timed":
         trainer._sizes(options, size)
     elif options.dataset == "cifar10":
-        assert options.download  # there may be no network to load it with
+        assert options.download  # there may be no network to load them with
     else:
         _load(options.model, options.dataset, options.data_dir)
 

@@ -1,7 +1,7 @@
-"""Small problems with a known minimum, and ALADDIN's ranks on them in virtual time.
+"""Small problems with a known minimum, and ALADDIN's ranks on them in simulation.
 
-The ranks are put together by hand from the package's own parts, so that a test sees what
-the public interface hides: every worker's own model, and every shard of a server.
+The ranks are assembled from the package's parts, so that a test can access what the public
+interface hides: every worker's model, and every shard of a server.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def network(**values: Any) -> Cluster:
 
 
 STAGGER = 1e-6
-"""Seconds between two ranks' starts: who is first must not be left to chance."""
+"""Seconds between the starts of two ranks, which makes their order deterministic."""
 NO_DELAY = network(
     latency_us=0,
     local_latency_us=0,
@@ -69,20 +69,20 @@ class Quadratic(nn.Module):
         self.register_buffer("optimum", torch.randn(numel, generator=random))
 
     def forward(self, noise: Tensor | float = 0.0) -> Tensor:
-        """The loss; its gradient is ``scale (x - optimum) + noise``."""
+        """Return the loss; its gradient is ``scale (x - optimum) + noise``."""
         x = torch.cat([part.view(-1) for part in list(self.parts)[::-1]])
         return (0.5 * self.scale * (x - self.optimum) ** 2 + noise * x).sum()
 
 
 def noise_of(worker: int, step: int, numel: int, size: float) -> Tensor:
-    """The gradient noise of a worker's step: the same wherever and whenever it is asked for."""
+    """Return the gradient noise of a worker's step, which depends only on its arguments."""
     random = torch.Generator().manual_seed(1_000_003 * (worker + 1) + step)
     return size * torch.randn(numel, generator=random)
 
 
 @dataclass
 class Setup:
-    """A run. ``bucket`` and ``shard`` count values; times are virtual seconds."""
+    """A run. ``bucket`` and ``shard`` count values; times are simulated seconds."""
 
     workers: int = 2
     servers: int = 1
@@ -102,12 +102,12 @@ class Setup:
     slowdown: tuple[float, ...] = ()
     jitter: float = 0.0
     server_seconds: float = 0.0
-    """What a server needs for each bucket."""
+    """Seconds that a server needs for each bucket."""
     cluster: Cluster = NO_DELAY
     wire: torch.dtype = torch.float32
     seed: int = 0
     start: Callable[[int], Tensor] | None = None
-    """A worker's own first model, where it is not everyone's."""
+    """Builds a worker's initial model, if it is not the same for all."""
 
     @property
     def options(self) -> RunOptions:
@@ -125,7 +125,7 @@ class Setup:
     @property
     def layout(self) -> Layout:
         def megabytes(values: int) -> float:
-            # Half a value more: the cut rounds down.
+            # Half a value more, because the layout rounds down.
             return (values + 0.5) * BYTES_PER_VALUE / BYTES_PER_MB
 
         return cut(self.numel, self.servers, megabytes(self.bucket), megabytes(self.shard))
@@ -135,7 +135,7 @@ class Setup:
 
 
 class SlowServer(ParameterServer):
-    """A server that takes its time over each bucket."""
+    """A server that takes a given time for each bucket."""
 
     seconds = 0.0
 
@@ -150,7 +150,7 @@ class SlowServer(ParameterServer):
 
 @dataclass
 class WorkerResult:
-    """How a worker ended. ``waited`` is the waiting so far at the start of each step."""
+    """Final state of a worker. ``waited`` is the accumulated waiting at the start of each step."""
 
     x: Tensor
     role: AladdinWorker
@@ -161,7 +161,7 @@ class WorkerResult:
 
 @dataclass
 class ServerResult:
-    """How a server ended; ``budget`` is rank 0's."""
+    """Final state of a server; ``budget`` is rank 0's."""
 
     role: AladdinServer
     traffic: Traffic
@@ -171,7 +171,7 @@ class ServerResult:
 
 @dataclass
 class Outcome:
-    """What is left of a run."""
+    """Results of a run."""
 
     setup: Setup
     first: Tensor
@@ -180,7 +180,7 @@ class Outcome:
 
     @property
     def model(self) -> Tensor:
-        """The global model, flat."""
+        """The global model as a flat vector."""
         values: dict[int, Tensor] = {}
         for server in self.servers:
             values |= server.role.server.values
@@ -188,15 +188,15 @@ class Outcome:
 
     @property
     def locals(self) -> Tensor:
-        """The workers' models, one a row."""
+        """The workers' models, one per row."""
         return torch.stack([worker.x for worker in self.workers])
 
     def total(self, name: str) -> int:
-        """The workers' sum of a count."""
+        """Return the sum of a counter over the workers."""
         return sum(worker.role.counts()[name] for worker in self.workers)
 
     def in_flight(self) -> tuple[int, int]:
-        """Messages and bytes that were sent and never taken."""
+        """Return messages and bytes that were sent but never received."""
         all_traffic = [server.traffic for server in self.servers]
         all_traffic += [worker.traffic for worker in self.workers]
         return (
@@ -206,7 +206,7 @@ class Outcome:
 
 
 def run(setup: Setup) -> Outcome:
-    """Train to the end of the budget, in ``setup.segments`` segments."""
+    """Train until the budget is used up, in ``setup.segments`` segments."""
     size = setup.servers + setup.workers
     cluster = VirtualCluster(size, setup.cluster, setup.seed)
     results: list[Any] = cluster.run(lambda transport: _rank(setup, transport))
@@ -229,7 +229,7 @@ def _rank(setup: Setup, transport: VirtualTransport) -> WorkerResult | ServerRes
 
 
 def _segments(setup: Setup, transport: VirtualTransport, begin: Callable[[int], None]) -> None:
-    """As the training does: a barrier between any two, and starts one after the other."""
+    """Run the segments as the training does: with barriers between them, and staggered starts."""
     for segment in range(setup.segments):
         transport.sleep(STAGGER * (transport.rank + 1))
         begin(setup.samples * (segment + 1) // setup.segments)

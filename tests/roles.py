@@ -1,7 +1,7 @@
-"""Any algorithm's ranks on a small quadratic problem, put together by hand.
+"""Any algorithm's ranks on a small quadratic problem, assembled without the trainer.
 
-Unlike the commands it leaves every rank's role to be looked at. It runs in virtual time
-(:func:`run`) or on any transport (:func:`run_rank`).
+Unlike the commands, it exposes every rank's role to the test. It runs in simulation (:func:`run`)
+or on any transport (:func:`run_rank`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Probe = Callable[[Transport, Role, SampleLease], None]
 
 @dataclass
 class Job:
-    """A run. ``bucket`` counts values; times are virtual seconds.
+    """A run. ``bucket`` counts values; times are simulated seconds.
 
     ``settings`` are fields of RunOptions, such as ``{"ssp": {"bound": 2}}``. ``probe`` is
     called by a worker at the start of each of its steps.
@@ -67,7 +67,7 @@ class Job:
     spoil: Callable[[int, int], Tensor | float] = lambda worker, step: 0.0
     """Added to the noise of a worker's step, both counted from 0."""
     wrap: Callable[[Transport], Transport] = lambda transport: transport
-    """What the ranks use instead of the engine's own."""
+    """Wraps the transport of each rank."""
     problem: Callable[[int], nn.Module] = Quadratic
     """Builds the model from the number of its values; called with the noise, it returns the loss.
     """
@@ -82,7 +82,7 @@ class Job:
 
     @property
     def megabytes(self) -> float:
-        """A bucket's; of half a value more, because the cut rounds down."""
+        """Bucket size in MB; half a value more, because the layout rounds down."""
         return (self.bucket + 0.5) * BYTES_PER_VALUE / BYTES_PER_MB
 
     @property
@@ -91,7 +91,7 @@ class Job:
 
     @property
     def served_by(self) -> int:
-        """How many servers there are."""
+        """Number of servers."""
         return self.servers if self.kind.has_servers else 0
 
     @property
@@ -104,7 +104,7 @@ class Job:
 
 @dataclass
 class RankResult:
-    """How a rank ended. ``leases`` are those it computed."""
+    """Final state of a rank. ``leases`` are those it computed."""
 
     role: Role
     traffic: Traffic
@@ -112,17 +112,17 @@ class RankResult:
     reports: list[tuple[int, WorkerReport]]
     budget: Budget | None
     refusals: list[Refusal]
-    """What rank 0 heard of."""
+    """Refused gradients that were reported to rank 0."""
 
 
 @dataclass
 class Outcome:
-    """What is left of a run."""
+    """Results of a run."""
 
     job: Job
     first: Tensor
     ranks: list[Any]  # of RankResult
-    """None: it died."""
+    """None for a failed rank."""
 
     @property
     def servers(self) -> list[RankResult]:
@@ -130,12 +130,12 @@ class Outcome:
 
     @property
     def workers(self) -> list[RankResult]:
-        """Those who have lived to the end."""
+        """Workers that completed the run."""
         return [rank for rank in self.ranks[self.job.served_by :] if rank is not None]
 
     @property
     def model(self) -> Tensor:
-        """The global model, flat: the weighted mean over those who hold it."""
+        """The global model as a flat vector: the weighted mean over the ranks that hold it."""
         parts = []
         for bucket in self.job.layout.buckets:
             ranks = [self.ranks[r] for r in self.job.kind.holders(bucket.server, len(self.ranks))]
@@ -148,11 +148,11 @@ class Outcome:
 
     @property
     def locals(self) -> Tensor:
-        """The workers' models, one a row."""
+        """The workers' models, one per row."""
         return torch.stack([flat(worker.role, self.job.layout) for worker in self.workers])
 
     def check_accounts(self) -> None:
-        """All samples were used once, all gradients applied, and no message is left over."""
+        """Check that all samples were used once, all gradients applied, all messages received."""
         sizes = [lease.size for worker in self.workers for lease in worker.leases]
         assert sum(sizes) == self.job.samples
         computed = sum(worker.role.counts()["computed"] for worker in self.workers)
@@ -167,12 +167,12 @@ class Outcome:
 
 
 def flat(role: Role, layout: Layout) -> Tensor:
-    """A role's values, flat."""
+    """Return a role's values as a flat vector."""
     return torch.cat([role.part(bucket) for bucket in layout.buckets]).clone()
 
 
 def run(job: Job) -> Outcome:
-    """Train to the end of the budget in virtual time."""
+    """Train until the budget is used up, in simulation."""
     size = job.served_by + job.workers
     cluster = VirtualCluster(size, job.cluster, job.seed, silence=job.silence)
     results: list[Any] = cluster.run(lambda transport: run_rank(job, transport))
@@ -180,12 +180,12 @@ def run(job: Job) -> Outcome:
 
 
 def flat_start(numel: int) -> Tensor:
-    """The problem's first model, flat."""
+    """Return the problem's initial model as a flat vector."""
     return Replica(Quadratic(numel)).parameters.clone()
 
 
 def run_rank(job: Job, transport: Transport) -> RankResult:
-    """One rank's part of a run, on any transport."""
+    """Run one rank on any transport."""
     transport = job.wrap(transport)
     module = job.problem(job.numel)
     replica = Replica(module)
@@ -222,7 +222,7 @@ def run_rank(job: Job, transport: Transport) -> RankResult:
         barrier(transport)
         if budget is not None:
             budget.close()
-        barrier(transport)  # no draw of the next segment comes before
+        barrier(transport)  # no lease of the next segment is requested before
     if isinstance(role, ServerAlgorithm):
         role.complete()
     role.close()
@@ -261,14 +261,14 @@ def _computing(
 def noise_of_samples(
     job: Job, worker: int, before: list[SampleLease], lease: SampleLease
 ) -> Tensor:
-    """The mean of the noises of a worker's next samples, which are numbered one by one."""
+    """Return the mean of the noises of a worker's next samples, which are numbered individually."""
     first = sum(earlier.size for earlier in before)
     each = [noise_of(worker, first + i, job.numel, job.noise) for i in range(lease.size)]
     return torch.stack(each).mean(0)
 
 
 def any_network(seed: int, ranks: int, bytes_a_message: int = 70) -> Cluster:
-    """A cluster drawn from its seed: few or many hosts, delays, narrow links, pauses."""
+    """Return a random cluster: few or many hosts, delays, narrow links, pauses."""
     import random
 
     r = random.Random(seed)
@@ -289,7 +289,7 @@ def any_network(seed: int, ranks: int, bytes_a_message: int = 70) -> Cluster:
 
 
 def single_process(job: Job) -> Tensor:
-    """Momentum SGD on the n-fold batch, in float64 and in one piece."""
+    """Return momentum SGD on the n-fold batch, in float64 and without buckets."""
     problem = Quadratic(job.numel)
     x = flat_start(job.numel).double()
     options = job.options

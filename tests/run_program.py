@@ -1,4 +1,4 @@
-"""Run the programs that tests keep as files in their ``programs/`` folders."""
+"""Run the programs in the ``programs/`` folders of the tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from tests.launch import ROOT, Completed, run_ranks
 
 ENVIRONMENT = {"PYTHONPATH": str(ROOT)}
-"""Programs import this project and ``tests``, whatever their working directory is."""
+"""Environment with which programs import this project and ``tests`` from any working directory."""
 
 
 def run_program(program: Path, ranks: int, *args: object, **how: Any) -> Completed:

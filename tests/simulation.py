@@ -1,4 +1,4 @@
-"""Run simulations in this process, by the options of the command line."""
+"""Run simulations in this process, with options of the command line."""
 
 from __future__ import annotations
 

@@ -1,18 +1,18 @@
-"""A real Slurm on one Linux machine: two to four nodes, in network namespaces.
+"""A real Slurm cluster on one Linux machine: two to four nodes in network namespaces.
 
     python -m tests.slurm_cluster up --nodes 3
     python -m tests.slurm_cluster run sbatch slurm/train.sbatch --epochs 3
     python -m tests.slurm_cluster run squeue
     python -m tests.slurm_cluster down
 
-munged, slurmctld and one slurmd for each node run in a network of their own, with their own
-configuration, key and folders below /run: another Slurm on this machine is not touched, and
-several of these can stand side by side. Every node sees the machine's files; `shared` is a
-folder that goes with the cluster. Each node but the first says that it has two GPUs, which
-Slurm only counts: nothing is behind them.
+munged, slurmctld and one slurmd per node run in a separate network, with separate configuration,
+key and folders below /run: another Slurm on this machine is not affected, and several of these
+clusters can run at the same time. Every node sees the machine's files; `shared` is a folder that
+is removed with the cluster. Each node except the first declares two GPUs, which Slurm only counts:
+they do not exist.
 
-A cluster consists of the namespaces of a network lab (benchmarks/netns.py), which also removes
-what a killed one has left.
+A cluster consists of the namespaces of a network lab (benchmarks/netns.py), which also removes the
+remains of a killed cluster.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from aladdin_mpi.errors import UserError
 from benchmarks import netns
 
 NAME = "aladdin-slurm"
-"""The cluster of the command line."""
+"""Name of the command line's cluster."""
 NETWORK = "10.214.0"
 SERVER = f"{NETWORK}.254"
 NODES = range(2, 5)
 CPUS = 16
-"""What a node says it has; jobs are to wait for nothing but nodes."""
+"""Resources that a node declares; jobs should wait for nothing but nodes."""
 GPUS = 2
 START_SECONDS = 60.0
 PACKAGES = "slurm-wlm munge libpmix2 libpmix-dev"
@@ -82,25 +82,25 @@ PartitionName=gpu Nodes={others} MaxTime=60 State=UP
 
 @functools.cache
 def why_unavailable() -> str | None:
-    """Return why no Slurm can be started on this machine, or None where it can."""
+    """Return the reason why no Slurm can be started on this machine, or None."""
     reason = netns.why_unavailable()
     if reason is not None:
-        return reason.replace("the network lab", "a Slurm of its own")
+        return reason.replace("the network lab", "a Slurm test cluster")
     for tool in TOOLS:
         if shutil.which(tool) is None:
-            return f"a Slurm of its own needs the command '{tool}': apt-get install {PACKAGES}"
+            return f"a Slurm test cluster requires the command '{tool}': apt-get install {PACKAGES}"
     load = [sys.executable, "-c", "import ctypes; ctypes.CDLL('libpmix.so')"]  # as srun does
     if subprocess.run(load, capture_output=True).returncode != 0:
-        return f"a Slurm of its own needs the library libpmix.so: apt-get install {PACKAGES}"
+        return f"a Slurm test cluster requires the library libpmix.so: apt-get install {PACKAGES}"
     return None
 
 
 @dataclass(frozen=True)
 class SlurmCluster:
-    """A cluster that is up, and the commands to use it.
+    """A running cluster, and the commands to use it.
 
     Args:
-        name: of the lab that it is.
+        name: name of its network lab.
         size: number of nodes.
     """
 
@@ -128,7 +128,7 @@ class SlurmCluster:
         return f"{self.name}-switch"
 
     def inside(self, host: str, program: Sequence[object]) -> list[str]:
-        """The command that runs ``program`` on a node, or on ``server``."""
+        """Return the command that runs ``program`` on a node, or on ``server``."""
         enter = ["nsenter", f"--net={netns.NAMESPACES / host}", "unshare", "--uts"]
         named = ["sh", "-c", 'hostname "$0" && exec "$@"', host]
         return [
@@ -146,10 +146,10 @@ class SlurmCluster:
         check: bool = True,
         timeout: float = 60,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command such as ``squeue`` where jobs are submitted.
+        """Run a command such as ``squeue`` in the namespace from which jobs are submitted.
 
         Raises:
-            UserError: with ``check``, it failed.
+            UserError: the command failed, with ``check``.
         """
         completed = subprocess.run(
             self.inside(self.server, program),
@@ -166,7 +166,7 @@ class SlurmCluster:
         return completed
 
     def start(self, host: str, *program: object) -> subprocess.Popen[bytes]:
-        """Start a daemon on a node; it lives on when this process ends."""
+        """Start a daemon on a node; it outlives this process."""
         return subprocess.Popen(
             self.inside(host, program),
             stdin=subprocess.DEVNULL,
@@ -180,14 +180,14 @@ class SlurmCluster:
         self.start(host, "slurmd", "-D", "-N", host)
 
     def kill_node(self, host: str) -> None:
-        """Let a node die: cut its link, then end its slurmd and all that runs there."""
+        """Make a node fail: cut its link, then end its slurmd and all processes there."""
         netns.run_tool("ip", "-n", host, "link", "set", netns.INTERFACE, "down")
         for pid in netns.processes([host]):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, 9)
 
     def revive_node(self, host: str) -> None:
-        """Bring a dead node back, as after a reboot: without what its processes have left."""
+        """Restore a failed node, as after a reboot: without the files of its processes."""
         shutil.rmtree(self.folder / f"spool-{host}")
         shutil.rmtree(self.folder / f"tmp-{host}")
         (self.folder / f"tmp-{host}").mkdir()
@@ -199,7 +199,7 @@ class SlurmCluster:
         """Wait until every node can take a job.
 
         Raises:
-            UserError: one cannot in time.
+            UserError: a node is not ready in time.
         """
         end = time.monotonic() + START_SECONDS
         while True:
@@ -213,14 +213,14 @@ class SlurmCluster:
 
 
 def up(nodes: int, name: str | None = None) -> SlurmCluster:
-    """Start a cluster; the one called ``name``, if it is up, is left as it is.
+    """Start a cluster; a running cluster called ``name`` is not changed.
 
     Args:
         nodes: 2 to 4.
-        name: None: a new one, which is not to outlive this process.
+        name: None: a new cluster, which ends with this process.
 
     Raises:
-        UserError: the machine cannot, or a daemon does not start.
+        UserError: Slurm is unavailable on this machine, or a daemon does not start.
     """
     reason = why_unavailable()
     if reason is not None:
@@ -248,7 +248,7 @@ def up(nodes: int, name: str | None = None) -> SlurmCluster:
 
 
 def find(name: str) -> SlurmCluster:
-    """The cluster of this name. Raises UserError: it is not up."""
+    """Return the cluster of this name. Raises UserError if it is not running."""
     if not netns.labs().get(name, False):
         raise UserError(f"no cluster is up; start it: python -m {__spec__.name} up")
     return SlurmCluster(
@@ -257,7 +257,7 @@ def find(name: str) -> SlurmCluster:
 
 
 def down(name: str) -> bool:
-    """Remove a cluster and all that runs on it; False where there is none."""
+    """Remove a cluster and all of its processes; return False if it does not exist."""
     if not netns.STATE.is_dir():
         return False
     with netns.locked():
@@ -269,7 +269,7 @@ def down(name: str) -> bool:
 
 @contextlib.contextmanager
 def cluster(nodes: int) -> Iterator[SlurmCluster]:
-    """A cluster of its own for a ``with`` block."""
+    """Yield a separate cluster for a ``with`` block."""
     made = up(nodes)
     try:
         yield made
@@ -278,7 +278,7 @@ def cluster(nodes: int) -> Iterator[SlurmCluster]:
 
 
 def _build(cluster: SlurmCluster) -> int:
-    """Make the network and start the daemons; returns slurmctld's process."""
+    """Create the network and start the daemons; return slurmctld's process."""
     netns.add_switch(cluster.server, f"{SERVER}/24")
     for index, host in enumerate(cluster.hosts):
         address = f"{NETWORK}.{index + 1}/24"
@@ -323,7 +323,7 @@ def _write_files(cluster: SlurmCluster) -> None:
 def _munged(folder: Path) -> list[str]:
     files = {"socket": "socket", "key-file": "key", "pid-file": "pid", "log-file": "log"}
     files["seed-file"] = "seed"
-    # Forced: it would rather have folders that do not belong to root.
+    # Forced, because it rejects folders that do not belong to root.
     named = [f"--{option}={folder}/munge.{end}" for option, end in files.items()]
     return ["munged", "--foreground", "--force", *named]
 
@@ -350,7 +350,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     args = _parser().parse_args(argv)
     try:
         if args.action == "down":

@@ -1,4 +1,4 @@
-"""Run programs on a pseudo-terminal of some width, as a person would who looks at them."""
+"""Run programs on a pseudo-terminal of a given width."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ CTRL_C = b"\x03"
 
 @dataclass(frozen=True)
 class Seen:
-    """What has come to the terminal.
+    """Output of a program on a terminal.
 
     Attributes:
-        text: all of it, with its carriage returns.
-        status: of the program; negative: the signal that ended it.
+        text: all of it, including carriage returns.
+        status: exit status of the program; negative: the signal that ended it.
     """
 
     text: str
     status: int
 
     def redrawn(self, columns: int) -> list[str]:
-        """The states of a progress line, of which each has to fill the terminal's width.
+        """Return the states of a progress line, each of which has to fill the terminal's width.
 
-        What others print behind it begins on the next line, as a terminal shows it.
+        Output of other programs after it starts on the next line, as a terminal shows it.
         """
         states = re.findall(r"\r( *\d+ %[^\r\n]*)", self.text)
         alone = [each for each in states if len(each) <= columns]
@@ -43,12 +43,12 @@ class Seen:
 
     @property
     def lines(self) -> list[str]:
-        """What a person sees at the end, as far as lines are not wider than the terminal."""
+        """Return the visible lines at the end, for lines that are not wider than the terminal."""
         return [_overwritten(line) for line in self.text.replace("\r\n", "\n").split("\n")]
 
 
 def _overwritten(line: str) -> str:
-    """A line in which each carriage return goes back to its beginning."""
+    """Return a line after applying its carriage returns."""
     shown = ""
     for part in line.split("\r"):
         shown = part + shown[len(part) :]
@@ -66,8 +66,8 @@ def run_on_terminal(
     """Run a program on a terminal to its end; it is killed after ``timeout`` seconds.
 
     Args:
-        columns: of the terminal.
-        type_when: is given all that has come, and answers with what is typed, once.
+        columns: width of the terminal.
+        type_when: receives all output so far, and returns the input to type, once.
     """
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
@@ -88,7 +88,7 @@ def run_on_terminal(
             if select.select([master], [], [], 0.2)[0]:
                 try:
                     seen += os.read(master, 1 << 16)
-                except OSError:  # nobody has the terminal any more
+                except OSError:  # no process uses the terminal any more
                     break
             elif process.poll() is not None:
                 break

@@ -1,4 +1,4 @@
-"""A script for Hugging Face's accelerate and transformers, as it is and with any algorithm."""
+"""A script for Hugging Face's accelerate and transformers, unchanged and with any algorithm."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_accelerator_rejects_use_before_prepare(tmp_path: Path) -> None:
 
 @needs("openmpi")
 def test_accelerator_properties_before_prepare_match_accelerate(tmp_path: Path) -> None:
-    """In one process the same as of accelerate; a server is no main process."""
+    """In one process they equal those of accelerate; a server is not a main process."""
     run = partial(run_program, PROGRAMS / "accelerator_properties.py", cwd=tmp_path)
     real, alone = (run(1, each).stdout for each in ("real", "asp"))
     assert alone == real == "once before\nonce after\nplace True True cpu 1\n"

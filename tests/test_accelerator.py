@@ -1,4 +1,4 @@
-"""Devices on a machine that has none, and who is given which."""
+"""Selection of devices and their assignment to ranks, on a machine without any."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.launch import ROOT
 
 
 class FakeModule:
-    """Torch's module of a kind of devices, of which there are four."""
+    """Torch's module for a device type, with four devices."""
 
     Stream = object
 
@@ -35,7 +35,7 @@ class FakeModule:
 
 
 class Ranks:
-    """What :func:`choose_device` asks of a transport."""
+    """The part of a transport that :func:`choose_device` uses."""
 
     def __init__(self, rank: int, hosts: str, shares_process: bool = False) -> None:
         self.rank, self.hosts, self.host = rank, list(hosts), hosts[rank]
@@ -68,7 +68,7 @@ def test_worker_uses_gpu_of_its_local_rank(four: FakeModule) -> None:
     assert chosen("gpu", 1, "aab", servers=1) == "cuda:0"
     assert chosen("cuda", 3, "aaab") == "cuda:0"
     assert chosen("auto", 2, "aaab") == "cuda:2"
-    assert four.present == 2  # and nothing touches the first one
+    assert four.present == 2  # and the first device is not used
     assert chosen("auto", 5, "aaaaaa") == "cuda:1"
     assert chosen("auto", 2, "aaab", shares_process=True) == "cuda:0"
     assert chosen("cpu", 2, "aaab") == "cpu"
@@ -103,12 +103,12 @@ def test_on_the_bus_counts_gpus(tmp_path: Path) -> None:
         (device / "vendor").write_text(f"{vendor}\n")
         (device / "class").write_text(f"{kind}\n")
     (tmp_path / "without a class").mkdir()
-    assert accelerator.on_the_bus(tmp_path) == 3  # no sound, no graphics of a processor
+    assert accelerator.on_the_bus(tmp_path) == 3  # no sound, no integrated graphics
     assert accelerator.on_the_bus(tmp_path / "none") == 0
 
 
 def test_gpus_are_distinguished_by_identity() -> None:
-    """Each task may see its own GPU alone, and call it number 0."""
+    """Each task may see only its GPU, and number it 0."""
     assert _are_apart([["a", "GPU-1"], ["a", "GPU-2"], ["b", "GPU-1"]])
     assert not _are_apart([["a", "GPU-1"], ["a", "GPU-1"]])
     assert not _are_apart([["a", "GPU-1"], None])
@@ -127,7 +127,7 @@ def test_gpu_identity_falls_back_to_affinity_mask(
 
 
 def test_stopwatch_synchronises_device_only_in_finish(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its events tell milliseconds; nothing but ``finish`` waits for it."""
+    """Its events measure milliseconds; only ``finish`` waits for it."""
     waited: list[object] = []
 
     class Event:

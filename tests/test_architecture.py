@@ -1,4 +1,4 @@
-"""docs/design/architecture.md: each layer of the package uses only those below it."""
+"""Layers of docs/design/architecture.md: each uses only the layers below it."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ LAYERS = (
     "servers slurm",
     "advise compare probe simulate train",
 )
-"""Folders of the package, the lowest first, and the files beside them."""
+"""Top-level folders and files of the package, the lowest layer first."""
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}
 
 
 def imports(path: Path) -> Iterator[str]:
-    """The modules that a file imports, with the names that it takes from them."""
+    """Return the modules that a file imports, with the imported names."""
     nodes: list[ast.AST] = [ast.parse(path.read_text())]
     while nodes:
         node = nodes.pop()
@@ -50,7 +50,7 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def files() -> Iterator[tuple[str, Path]]:
-    """Every file of the package but its front page, by its place in it."""
+    """Return every file of the package except the top-level ``__init__``, by its relative path."""
     for path in sorted((ROOT / PACKAGE).rglob("*.py")):
         place = path.relative_to(ROOT / PACKAGE).as_posix()
         if place != "__init__.py":
@@ -58,7 +58,7 @@ def files() -> Iterator[tuple[str, Path]]:
 
 
 def top(place: str) -> str:
-    """The file or folder of the package that a file is or belongs to."""
+    """Return the top-level file or folder of the package to which a file belongs."""
     return place.split("/")[0].removesuffix(".py")
 
 
@@ -78,7 +78,7 @@ def test_layers_import_only_layers_below() -> None:
 
 
 def uses() -> dict[str, set[str]]:
-    """The files of the package that each file imports, by their places."""
+    """Return the files of the package that each file imports, by their relative paths."""
     places = {
         f"{PACKAGE}.{place.removesuffix('.py').replace('/', '.')}": place for place, _ in files()
     }
@@ -94,13 +94,13 @@ def uses() -> dict[str, set[str]]:
 
 
 def test_package_has_no_import_cycle() -> None:
-    """Not for type checking either."""
+    """Imports for type checking are included."""
     order = TopologicalSorter(uses())
     order.prepare()  # raises CycleError, which names the files
 
 
 def bases() -> dict[str, list[str]]:
-    """The classes of the package that each class of it names as its bases."""
+    """Return the base classes within the package of each class."""
     result = {
         node.name: [base.id for base in node.bases if isinstance(base, ast.Name)]
         for _, path in files()
@@ -111,11 +111,11 @@ def bases() -> dict[str, list[str]]:
 
 
 PROTOCOLS = {"PointToPoint", "Collectives", "Clock", "FailureDetector"}
-"""The parts of the interface Transport: what each engine implements."""
+"""The protocols of Transport, which each engine implements."""
 
 
 def test_classes_have_at_most_two_package_ancestors() -> None:
-    """A class has at most two ancestors of the package, but for errors and the four protocols."""
+    """Error classes and the four protocols do not count."""
     known = bases()
 
     def ancestors(name: str) -> set[str]:
@@ -131,7 +131,7 @@ def test_classes_have_at_most_two_package_ancestors() -> None:
 
 
 def test_algorithms_import_no_engine() -> None:
-    """So one text of theirs runs over MPI and in virtual time."""
+    """The same code therefore runs over MPI and in simulation."""
     engines = ("mpi4py", f"{PACKAGE}.transport.mpi", f"{PACKAGE}.transport.virtual")
     knowing = {
         top(place)
@@ -143,7 +143,7 @@ def test_algorithms_import_no_engine() -> None:
 
 
 def test_only_reports_query_engine_name() -> None:
-    """Everybody else asks the transport what it can do."""
+    """All other code queries the transport's capabilities."""
     asking = {
         place
         for place, path in files()
@@ -153,7 +153,7 @@ def test_only_reports_query_engine_name() -> None:
 
 
 def test_layers_below_data_do_not_import_the_options_of_commands() -> None:
-    """These are composed while algorithms of other packages, which stand on the layers, load."""
+    """Command options are built while external algorithms, which use these layers, load."""
     composing = {
         place
         for place, used in uses().items()
@@ -162,8 +162,8 @@ def test_layers_below_data_do_not_import_the_options_of_commands() -> None:
     assert composing <= {"options/run.py"}
 
 
-def test_hooks_do_not_import_each_other() -> None:
-    """A hook knows the session, and no other hook."""
+def test_run_hooks_do_not_import_each_other() -> None:
+    """A hook uses the session and no other hook."""
     hooks = {
         f"hooks/{path.name}"
         for path in (ROOT / PACKAGE / "hooks").glob("*.py")

@@ -1,4 +1,4 @@
-"""The recipes for containers: built and run where the tools are, looked at where they are not."""
+"""Container recipes: built and run if the tools are available, otherwise checked as text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRAINING = ["aladdin-train", "--epochs", "1", "--run-dir", "/tmp/run"]
 
 
 def copied(recipe: str) -> set[str]:
-    """What a recipe takes from the project."""
+    """Return the files that a recipe copies from the project."""
     text = (FOLDER / recipe).read_text()
     if recipe == "Dockerfile":
         lines = re.findall(r"^COPY (.*) \S+$", text, re.M)
@@ -34,7 +34,7 @@ def test_container_recipe_copies_all_that_install_needs(recipe: str, tmp_path: P
     for name in copied(recipe):
         source = ROOT / name
         if source.is_dir():
-            # Docker copies the link slurm_scripts, Apptainer what it leads to.
+            # Docker copies the link slurm_scripts, Apptainer the link's target.
             shutil.copytree(source, tmp_path / name, symlinks=recipe == "Dockerfile")
         else:
             shutil.copy(source, tmp_path / name)
@@ -105,6 +105,6 @@ def test_docker_trains_on_three_ranks() -> None:
 def test_apptainer_trains_on_three_ranks(tmp_path: Path) -> None:
     image = str(tmp_path / "aladdin_mpi.sif")
     run("apptainer", "build", image, str(FOLDER / "aladdin_mpi.def"))
-    # Nothing of the host in it: neither its /tmp nor this folder, which has the package as well.
+    # Excludes the host's /tmp and this folder, which contains the package as well.
     printed = run("apptainer", "exec", "--containall", image, *MPIRUN, *TRAINING)
     assert "test accuracy" in printed

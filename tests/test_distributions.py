@@ -1,4 +1,4 @@
-"""The sdist and the wheel: what is in them, and that the wheel trains with what it asks for."""
+"""Contents of the sdist and the wheel, and training with the wheel and its requirements only."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ class Built:
     wheel: Path
 
     def info(self, name: str) -> str:
-        """A file of the wheel's metadata."""
+        """Return a file of the wheel's metadata."""
         (file,) = self.wheel.glob(f"aladdin_mpi-*.dist-info/{name}")
         return file.read_text()
 
     @property
     def requirements(self) -> list[Requirement]:
-        """Of the wheel."""
+        """Requirements of the wheel."""
         lines = message_from_string(self.info("METADATA")).get_all("Requires-Dist") or []
         return [Requirement(line) for line in lines]
 
 
 def build(kind: str, source: Path, out: Path) -> Path:
-    """Build ``sdist`` or ``wheel``; return its one file."""
+    """Build ``sdist`` or ``wheel``; return the path of the file."""
     command = [sys.executable, "-c", BUILD, f"build_{kind}", str(out)]
     completed = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=120)
     assert completed.returncode == 0, completed.stderr
@@ -66,7 +66,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     shutil.copytree(ROOT, source, symlinks=True, ignore=_not_source)
     shutil.unpack_archive(build("sdist", source, folder / "sdist-file"), folder / "sdist")
     (sdist,) = (folder / "sdist").iterdir()
-    # From a copy, as setuptools builds in its source.
+    # Use a copy, because setuptools builds in its source folder.
     shutil.copytree(sdist, folder / "again")
     wheel = build("wheel", folder / "again", folder / "wheel-file")
     shutil.unpack_archive(wheel, folder / "wheel", "zip")
@@ -74,7 +74,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 
 def _not_source(folder: str, names: list[str]) -> set[str]:
-    """What ``shutil.copytree`` is to leave out: caches, and what runs leave at the root."""
+    """Return the names that ``shutil.copytree`` ignores: caches, and files of runs at the root."""
     left = AT_ROOT if Path(folder) == ROOT else set()
     return CACHES(folder, names) | left.intersection(names)
 
@@ -134,7 +134,7 @@ def test_citation_has_package_version(built: Built) -> None:
 
 
 def modules_of_others(requirements: Iterable[Requirement]) -> list[str]:
-    """Modules that are installed here, and belong to none of these or of what they need."""
+    """Return installed modules that neither these requirements nor their dependencies include."""
     seen: set[tuple[str, str]] = set()
     for each in requirements:
         if each.marker is None or each.marker.evaluate({"extra": ""}):
@@ -171,7 +171,7 @@ def test_wheel_trains_with_required_packages_only(built: Built, tmp_path: Path) 
             command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60
         )
 
-    # Torch is asked for the defaults of this optimizer, and still comes after MPI.
+    # Torch is imported to query the defaults of this optimizer, but still after MPI.
     words = ("--algorithm", "ar-sgd", "--optimizer", "adamw", "--lr", "x")
     wrong = start("aladdin_mpi.train", *words)
     assert (wrong.returncode, wrong.stderr.count("--lr: ")) == (2, 1), wrong

@@ -1,4 +1,4 @@
-"""Links between documents lead to files and headings that are there."""
+"""Links between documents lead to existing files and headings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def without_code(text: str) -> str:
 
 
 def anchors(document: Path) -> set[str]:
-    """The names of its headings, as GitHub makes them."""
+    """Return the anchors of a document's headings, as GitHub creates them."""
     titles = re.findall(r"^#+ (.+)$", document.read_text(), re.M)
     plain = [re.sub(r"[^\w\- ]", "", title.lower()) for title in titles]
     return {title.replace(" ", "-") for title in plain}

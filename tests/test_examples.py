@@ -1,4 +1,4 @@
-"""Scripts as people have them, for one process, and what it takes to train them in parallel."""
+"""Example scripts for one process, and the changes that make them train in parallel."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from aladdin_mpi.options.run import TrainOptions, parse
 from tests import warm
 from tests.commands import EPOCH, metrics, rises, simulate, summary, train
 from tests.launch import ROOT, Completed, environment, needs, run_ranks, turn
-from tests.run.test_own_loop import HERE
+from tests.run.test_custom_loop import HERE
 
 ONE, PARALLEL = ROOT / "examples" / "one_process", ROOT / "examples" / "parallel"
 MOST = 8
-"""Lines that may be new or changed."""
+"""Maximum number of new or changed lines."""
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in ONE.glob("*.py")))
@@ -42,11 +42,11 @@ CASES = [
     for algorithm in FOUR
 ]
 LOSSES = {"char_gpt": 3.5, "stream": 5.0, "gan": 0.9}
-"""Their figures are losses; those of others shares, of which half are had by chance, or less."""
+"""Figures of these examples are losses; the others are shares, with chance at 0.5 or less."""
 
 
 def draw_images(folder: Path) -> None:
-    """Stripes that lie or stand, in noise."""
+    """Write images of horizontal or vertical stripes with noise."""
     noise = torch.Generator().manual_seed(3)
     for part, count in (("train", 48), ("test", 16)):
         for number in range(count):
@@ -81,7 +81,7 @@ def test_parallel_example_trains_on_three_ranks(tmp_path: Path, name: str, algor
 
 # -- commands -----------------------------------------------------------------------------------
 def example(name: str, *words: object, timeout: float = 120) -> str:
-    """``examples/NAME WORDS`` in a shell; what it printed."""
+    """Run ``examples/NAME WORDS`` in a shell; return the output."""
     path = f"{Path(warm.python()).parent}:{os.environ['PATH']}"
     process = subprocess.run(
         [ROOT / "examples" / name, *map(str, words)],
@@ -96,7 +96,7 @@ def example(name: str, *words: object, timeout: float = 120) -> str:
 
 
 @needs("openmpi")
-def test_own_data_example_trains_user_model_and_data(tmp_path: Path) -> None:
+def test_own_data_example_trains_with_user_model_and_data(tmp_path: Path) -> None:
     words = ("--model", "own_data:net", "--dataset", "own_data:data", "--epochs", 20, "--lr", 0.05)
     train(3, tmp_path / "run", *words, modules=ROOT / "examples")
     run_summary = summary(tmp_path / "run")
@@ -112,7 +112,7 @@ def test_simulate_cluster_example_runs(tmp_path: Path) -> None:
         16,
         3200,
     )
-    synchronous = 16 * 32 / 1.0  # all wait for the slow one's second
+    synchronous = 16 * 32 / 1.0  # all wait for the slow worker's second
     assert run_summary["samples_per_second"] > 3 * synchronous
 
 
@@ -155,7 +155,7 @@ printf '%s\\n' "$ZE_FLAT_DEVICE_HIERARCHY $ZE_AFFINITY_MASK" "$@" >>"$ASKED"
 
 @pytest.mark.parametrize("own", ["", "--model resnet20 --dataset cifar10 --run-dir runs/mine"])
 def test_pbs_aurora_example_calls_mpiexec_with_ranks_and_cores(tmp_path: Path, own: str) -> None:
-    """The script itself, with something in place of the site's module, mpiexec and one rank."""
+    """The real script, with stubs for the site's module, mpiexec and one rank."""
     for name, text in (("mpiexec", MPIEXEC), ("python3", PYTHON)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -174,14 +174,14 @@ def test_pbs_aurora_example_calls_mpiexec_with_ranks_and_cores(tmp_path: Path, o
     subprocess.run(script, env=surroundings, check=True, timeout=60)
     words = (tmp_path / "asked").read_text().splitlines()
     assert words[:4] == ["-n", "24", "--ppn", "12"]
-    assert words[4] == "--cpu-bind" and words[5].count(":") == 12  # a list for each rank
-    assert words[6:9] == ["FLAT 7", "-m", "aladdin_mpi.train"]  # the tile of the rank's place
+    assert words[4] == "--cpu-bind" and words[5].count(":") == 12  # one list per rank
+    assert words[6:9] == ["FLAT 7", "-m", "aladdin_mpi.train"]  # the tile at the rank's index
     options = parse(TrainOptions, words[9:], "train", "")
     assert (options.device, options.resume) == ("xpu", "auto")
     assert str(options.run_dir) == ("runs/mine" if own else "runs/17.aurora")
 
 
-# -- in virtual time ----------------------------------------------------------------------------
+# -- in simulation ------------------------------------------------------------------------------
 PROGRAM = Path(__file__).parent / "programs" / "sum_by_easgd.py"
 
 
@@ -190,8 +190,8 @@ def simulated(folder: Path, *words: str) -> Completed:
     return simulate(None, PROGRAM, *options, folder / run)
 
 
-def test_simulated_script_is_deterministic_and_typed_options_override_it(tmp_path: Path) -> None:
-    """Real gradients, the same bytes each time; what is typed goes over what the script says."""
+def test_simulated_script_is_deterministic_and_command_line_overrides_it(tmp_path: Path) -> None:
+    """Real gradients, and the same bytes each time; the command line overrides the script."""
     words = ("--workers", "5", "--slowdown", "0=10", "--quiet", "--", "a")
     first = simulated(tmp_path, *words)
     again = simulated(tmp_path, *words[:-1], "b")

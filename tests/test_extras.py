@@ -1,4 +1,4 @@
-"""What works without the libraries of the extras, and what is said where it does not."""
+"""Behaviour without the libraries of the extras, and the errors about them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.comparison.test_compare_parts import make_run, result
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of them can be imported."""
+    """Make imports of all extras fail."""
     for library in extras.EXTRAS:
         monkeypatch.setitem(sys.modules, library, None)
 

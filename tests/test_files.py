@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Files are written atomically: they are complete or absent."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def test_failed_write_keeps_previous_content_and_leaves_no_temporary_file(tmp_pa
     assert list(tmp_path.iterdir()) == [path]
 
 
-# -- links in a folder that others may write to as well -----------------------------------
+# -- links in a folder that other users can write to ---------------------------------------
 SHORT = ("--workers", 2, "--samples", 64, "--checkpoint-every", 32, "--eval-every", 0.02)
 
 
 @pytest.fixture
 def foreign(tmp_path: Path) -> Path:
-    """A file elsewhere, that a link leads to."""
+    """Return a file elsewhere that a link points to."""
     path = tmp_path / "foreign"
     path.write_text("kept")
     return path

@@ -1,4 +1,4 @@
-"""The helper that starts MPI jobs: limits, output and the end of every process."""
+"""Helper that starts MPI jobs: time limits, output and termination of every process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ time.sleep(100)
 """
 
 
-def alive(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
@@ -57,7 +57,7 @@ def test_job_time_limit_kills_every_rank(mpi: str) -> None:
     words = str(caught.value).split()
     pids = [int(after) for word, after in itertools.pairwise(words) if word == "pid"]
     assert len(pids) == 2
-    assert not any(alive(pid) for pid in pids)
+    assert not any(is_running(pid) for pid in pids)
 
 
 def test_job_finds_process_of_rank_to_kill() -> None:

@@ -1,4 +1,4 @@
-"""The package's metadata, its pins, its commands and its shell scripts."""
+"""Packaging: metadata, pinned versions, commands and shell scripts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pins() -> set[str]:
 
 
 def needed(name: str, extra: str, seen: set[tuple[str, str]]) -> None:
-    """Add to ``seen`` what ``name[extra]`` needs here, and what that needs."""
+    """Add the dependencies of ``name[extra]`` to ``seen``, recursively."""
     if (name, extra) in seen:
         return
     seen.add((name, extra))
@@ -62,7 +62,7 @@ def test_constraints_pin_every_installed_dependency() -> None:
 
 
 def test_build_requires_setuptools_alone() -> None:
-    """All else that it names would be fetched for every install, and every image."""
+    """Any other build requirement would be fetched for every install and every image."""
     text = (ROOT / "pyproject.toml").read_text()
     (needs,) = re.findall(r"^requires = \[(.*)\]$", text, re.M)
     assert [Requirement(each.strip('" ')).name for each in needs.split(",")] == ["setuptools"]
@@ -107,7 +107,7 @@ def test_shell_scripts_pass_shellcheck(script: str) -> None:
 
 
 def house(tmp_path: Path) -> str:
-    """Copy what the set-up reads to an empty place; return the copy of the script."""
+    """Copy the files that the set-up reads to an empty folder; return the copy of the script."""
     (tmp_path / "tools").mkdir()
     for name in ("pyproject.toml", "constraints.txt", "tools/setup-venv.sh"):
         shutil.copy(ROOT / name, tmp_path / name)

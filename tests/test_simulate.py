@@ -1,4 +1,4 @@
-"""Virtual time as a user runs it: one seed, one result, on whatever machine and however busy."""
+"""Simulation from the command line: results depend only on the seed, not on the machine's load."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLAN += ["--delay-us", 300, "--log-every", 200, "--eval-every", 0.4]
 
 @contextmanager
 def a_busy_machine() -> Iterator[None]:
-    spin = "import os; os.nice(5)\nwhile True: pass"  # other tests run meanwhile
+    spin = "import os; os.nice(5)\nwhile True: pass"  # other tests run at the same time
     loads = [subprocess.Popen([sys.executable, "-S", "-c", spin]) for _ in range(2)]
     try:
         yield
@@ -67,13 +67,13 @@ def test_simulation_merges_cluster_file_and_command_line(tmp_path: Path) -> None
     options = parse(SimulateOptions, ["--config", str(tmp_path / "fast/config.toml")], "test", "")
     assert (options.cluster.hosts, options.cluster.bandwidth_gbit) == (3, 10)
     assert (slow["workers"], slow["servers"], slow["samples"]) == (6, 2, 960)
-    # 30 steps of 0.05 s on 6 workers; the fast network adds next to nothing.
+    # 30 steps of 0.05 s on 6 workers; the fast network adds almost nothing.
     assert 0.25 <= fast["seconds"] < 0.3
     assert slow["seconds"] > 2 * fast["seconds"]
 
 
 def test_cluster_file_describes_unequal_hosts(tmp_path: Path) -> None:
-    """Its computing too; the slow link holds up its own worker, and typed options go over it."""
+    """Includes computing; a slow link delays its worker, and the command line takes precedence."""
     (tmp_path / "cluster.toml").write_text(
         "hosts = 4\nworkers = 4\nplacement = 'workers'\nbandwidth-gbit = 10\ncompute-time = 0.05\n"
         "backward-shape = [[0.9, 0.1]]\n[links]\n3 = 0.2\n"
@@ -99,7 +99,7 @@ def test_timed_simulation_measures_throughput_without_model(tmp_path: Path) -> N
     assert run_summary["gradients_computed"] == run_summary["gradients_applied"] == 200
     assert run_summary["bytes_sent_per_step"] == pytest.approx(
         25_557_032 * (1 + 4 / 256), rel=0.01
-    )  # in 8 bits, with a scale for each block
+    )  # in 8 bits, with one scale per block
     assert not (tmp_path / "run" / "model.pt").exists()
     assert metrics(tmp_path / "run", "eval") == []
     assert "test accuracy" not in completed.stdout

@@ -1,4 +1,4 @@
-"""Ranks that die or stop before MPI has started: the others end soon, and one of them says why."""
+"""If a rank fails or stops before MPI has started, the others end soon, and one reports why."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_startup_watcher_ends_after_rendezvous() -> None:
     assert completed.stdout.count("children 1 0") == 2, completed
 
 
-# -- the process that watches, without MPI --------------------------------------------------
+# -- the startup watcher without MPI -----------------------------------------------------------
 def rank(number: int, behaviour: str) -> subprocess.Popen[str]:
     """Start ``programs/watched_rank.py`` as one of two ranks."""
     places = {"OMPI_COMM_WORLD_RANK": str(number), "OMPI_COMM_WORLD_SIZE": "2"}
@@ -74,7 +74,7 @@ def test_startup_watchers_of_one_host_report_once() -> None:
 
 
 def test_startup_watcher_spares_computing_rank_and_ends_idle_one() -> None:
-    """Loading libraries takes its time where the cores are busy; standing still is noticed."""
+    """Loading libraries takes long on busy cores; a rank that makes no progress is detected."""
     process = rank(0, "compute_then_wait")
     out, err = process.communicate(timeout=30)
     assert "computed" in out and process.returncode == startup.ENDS
@@ -93,7 +93,7 @@ def test_startup_watcher_ends_with_its_rank(behaviour: str) -> None:
 
 
 def is_zombie(pid: str) -> bool:
-    """Of an orphan, where nobody buries it."""
+    """Return whether an orphan process has ended but was not reaped."""
     stat = Path(f"/proc/{pid}/stat").read_text()
     return stat.rpartition(")")[2].split()[0] == "Z"
 
@@ -105,7 +105,7 @@ def test_single_process_starts_no_startup_watcher() -> None:
     assert out.strip() == "None"
 
 
-# -- refused before anything slow -----------------------------------------------------------
+# -- errors before slow imports ------------------------------------------------------------------
 def imported(completed: Completed) -> set[str]:
     return {
         line.rpartition("|")[2].strip() for line in completed.stderr.splitlines() if "|" in line
@@ -130,7 +130,7 @@ def test_invalid_options_are_rejected_before_slow_imports(options: list[str], ca
     assert "torch._C" not in imported(completed)
 
 
-def test_typed_limit_reads_timeout_before_options_are_parsed() -> None:
+def test_timeout_is_read_from_arguments_before_options_are_parsed() -> None:
     assert startup.typed_limit(["--epochs", "2", "--timeout", "9"]) == 9
     assert startup.typed_limit(["--timeout=7.5", "--quiet"]) == 7.5
     for words in ["--timeout"], ["--timeout", "soon"], ["--worker-timeout", "3"], []:

@@ -1,4 +1,4 @@
-"""What a command loads before it answers."""
+"""Modules that a command imports before its first output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tools/structure.py``: the figures are those of the package."""
+"""``tools/structure.py``: its figures match the package."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECONDS = 240
 
 
 def measure(*options: str) -> str:
-    """Run the script in a child process; returns what it prints."""
+    """Run the script in a child process; return its output."""
     command = [sys.executable, str(ROOT / "tools" / "structure.py"), *options]
     child = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     assert child.returncode == 0, child.stderr
@@ -49,7 +49,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 
 @pytest.mark.slow
-def test_figures_of_size_equal_a_count_of_the_files(figures: dict[str, dict[str, Any]]) -> None:
+def test_structure_sizes_equal_a_count_of_the_files(figures: dict[str, dict[str, Any]]) -> None:
     paths = list(PACKAGE.rglob("*.py"))
     values = {name: figure["value"] for name, figure in figures.items()}
     assert values["files"] == len(paths)
@@ -64,7 +64,7 @@ def test_figures_of_size_equal_a_count_of_the_files(figures: dict[str, dict[str,
 
 
 @pytest.mark.slow
-def test_figures_of_imports_fit_each_other(figures: dict[str, dict[str, Any]]) -> None:
+def test_structure_import_figures_are_consistent(figures: dict[str, dict[str, Any]]) -> None:
     values = {name: figure["value"] for name, figure in figures.items()}
     assert 1 < values["imports per module, p90"] < values["imports per module, maximum"]
     assert values["imports per module, maximum"] < values["files"]
@@ -76,7 +76,7 @@ def test_figures_of_imports_fit_each_other(figures: dict[str, dict[str, Any]]) -
 
 
 @pytest.mark.slow
-def test_traces_enter_the_files_that_a_gradient_and_an_option_need(
+def test_structure_traces_visit_files_used_by_a_gradient_and_an_option(
     figures: dict[str, dict[str, Any]],
 ) -> None:
     gradient = figures["files on a gradient's path"]["names"]
@@ -94,7 +94,7 @@ def test_traces_enter_the_files_that_a_gradient_and_an_option_need(
     assert hooked  # of a worker's parameters, in backward
 
 
-def test_diagram_of_the_layers_is_reduced() -> None:
+def test_structure_diagram_is_transitively_reduced() -> None:
     first, *lines = measure("--layers").splitlines()
     assert first == "graph TD"
     edges = {tuple(line.split(" --> ")) for line in map(str.strip, lines) if "-->" in line}

@@ -1,4 +1,4 @@
-"""Training over MPI as a user starts it: what is printed, what is written, and the accounts."""
+"""Training over MPI from the command line: output, files and counters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("train") / "run"
     options = ["--epochs", 12]
     if request.param == "one server":
-        options += ["--wire", "int8"]  # or the links' room would choose the bits
+        options += ["--wire", "int8"]  # otherwise the links' headroom would determine the bits
     else:
         options += ["--algorithm", "aladdin", "--servers", 2, "--wire", "bf16"]
         options += ["--log-every", 1000, "--eval-every", 3]
@@ -61,8 +61,8 @@ def test_training_summary_has_all_fields_and_consistent_counters(run: Run) -> No
     model = build_model("digits", 10, 1, 8)
     numel = sum(p.numel() for p in model.parameters())
     assert run_summary["parameters"] == numel
-    # A step sends the whole gradient, and besides it draws, reports and headers only. On a
-    # busy machine gradients are added up and sent as one; the last reports miss some steps.
+    # A step sends the whole gradient, plus only leases, reports and headers. On a
+    # busy machine gradients are coalesced; the last reports miss some steps.
     computed, coalesced = run_summary["gradients_computed"], run_summary["gradients_coalesced"]
     sent = (computed - coalesced) / computed
     per_step = numel * (1 if run_summary["servers"] == 1 else 2)

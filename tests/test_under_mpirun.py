@@ -1,4 +1,4 @@
-"""Runs tests/mpi under real launchers, and shows that a failure there is noticed."""
+"""Run tests/mpi under real launchers, and check that a failure there is detected."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tests.launch import needs, run_ranks
 
 LONG = {"openmpi": [], "mpich": [pytest.mark.long], "impi": [pytest.mark.long]}
 MPIS = [pytest.param(mpi, marks=[needs(mpi), *LONG[mpi]]) for mpi in ("openmpi", "mpich")]
-ONCE = ("test_compression.py", "test_gossip.py", "test_refused.py", "test_unnamed_death.py")
-"""Those in which the number of ranks decides nothing: they run on three."""
+ONCE = ("test_compression.py", "test_gossip.py", "test_refused.py", "test_unidentified_failure.py")
+"""Files whose tests do not depend on the number of ranks: they run on three."""
 PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
 
 
 def ignored(names: Iterable[str]) -> list[str]:
-    """The words by which pytest leaves files out."""
+    """Return the arguments that make pytest ignore files."""
     return [f"--ignore=tests/mpi/{name}" for name in names]
 
 
@@ -50,7 +50,7 @@ def test_mpi_suite_passes_on_every_rank(mpi: str, ranks: int, tests: list[str]) 
 
 
 def run_file(name: str, mpi: str, seconds: str = "60") -> str:
-    """Run a test file on three ranks, which must fail, and return what it printed."""
+    """Run a test file on three ranks, which must fail, and return its output."""
     file = f"tests/programs/{name}"
     args = [*PYTEST, "-p", "tests.mpi.conftest", "-c", "pyproject.toml", file]
     env = {"ALADDIN_MPI_TEST_SECONDS": seconds}

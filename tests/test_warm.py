@@ -1,4 +1,4 @@
-"""A warm process runs a program as a new one would."""
+"""A warm process runs a program in the same way as a new process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ time.sleep(60)
 
 
 def start(folder: Path, program: str | Path, **env: str) -> subprocess.Popen[str]:
-    """Start a program, or the text of one."""
+    """Start a program, or a script given as text."""
     if isinstance(program, str):
         (folder / "script.py").write_text(program)
         program = folder / "script.py"

@@ -1,4 +1,4 @@
-"""A small cluster whose times are easily computed by hand, and how to run ranks on it."""
+"""A small simulated cluster whose times are easy to compute by hand, and its ranks."""
 
 from __future__ import annotations
 

@@ -1,17 +1,16 @@
-"""Python processes that have imported torch already, for the programs that tests start.
+"""Python processes that have already imported torch, for the programs that tests start.
 
-That import takes a rank one to two seconds of a core, those of this project and of what it draws
-with another half. A server (``warm_server.py``), one for a test run, imports what is slow and no
-more, and waits; for each program it forks a process, which then runs as ``python ARGS``
-would: in ``__main__``, with the arguments, environment, folder, cores, network and host name,
-standard streams and exit status of whoever asked for it (``warm_client.py``, which mpirun starts in
-the place of Python). Neither MPI nor a command is imported before the fork, nor anything that reads
-the environment while it is.
+The import of torch takes a rank one to two seconds of a core, and the imports of this project half
+as much again. One server (``warm_server.py``) per test run performs the slow imports and waits.
+For each program it forks a process, which then runs as ``python ARGS`` would: in ``__main__``,
+with the arguments, environment, folder, cores, network, host name, standard streams and exit
+status of the client (``warm_client.py``, which mpirun starts in place of Python). Neither MPI nor
+a command is imported before the fork, nor anything that reads the environment at import.
 
-What such a process has in common with its server is no test's: its parent, ``/proc/PID/environ``
-and what is read when a process begins, as by the C library and for hashes. Tests of these and of
-the order of imports start Python itself. Who hurts a rank has to hurt the warm process, not the
-client (``process_of``).
+Tests must not depend on what such a process shares with its server: the parent process,
+``/proc/PID/environ``, and settings read at process startup, such as those of the C library and of
+hashes. Tests of these and of the order of imports start Python directly. A test that kills a rank
+has to kill the warm process, not the client (``process_of``).
 """
 
 from __future__ import annotations
@@ -31,22 +30,22 @@ from pathlib import Path
 SERVER = "tests.warm_server"
 CLIENT = Path(__file__).with_name("warm_client.py")
 ADDRESS = "ALADDIN_MPI_TESTS_WARM"
-"""The variable that tells the client where the server is."""
+"""Environment variable with the address of the server, for the client."""
 SHARED = "ALADDIN_MPI_TESTS_WARM_PYTHON"
-"""The variable that tells the processes of a test run which :func:`python` they share."""
+"""Environment variable with the path of the :func:`python` that a test run's processes share."""
 
 
 @cache
 def python() -> str:
-    """A program that stands in for Python: modules and files run in warm processes.
+    """Return a program that replaces Python: modules and files run in warm processes.
 
-    Everything else, such as ``-c``, is Python's own. In a warm process it is ``sys.executable``.
+    Python itself runs everything else, such as ``-c``. In a warm process it is ``sys.executable``.
     """
     if SHARED in os.environ:
         return os.environ[SHARED]
     address = _serving()
     program = Path(address).with_name("python")
-    mpirun = Path(sys.executable).with_name("mpirun")  # a wheel's lies beside Python
+    mpirun = Path(sys.executable).with_name("mpirun")  # a wheel installs it next to Python
     client = [sys.executable, "-I", "-S", str(CLIENT)]
     _write(program, f"{ADDRESS}={shlex.quote(address)} exec {shlex.join(client)}")
     _write(program.with_name("mpirun"), f"exec {shlex.quote(str(mpirun))}")
@@ -59,11 +58,11 @@ def _write(program: Path, command: str) -> None:
 
 
 def process_of(pid: int, environment: Collection[bytes]) -> int | None:
-    """The warm process that client ``pid`` stands for; ``pid`` if it is none; None: not yet.
+    """Return the warm process of client ``pid``, ``pid`` if it is no client, None if unknown yet.
 
     Args:
-        pid: of a client, or of Python itself.
-        environment: what it was started with, ``NAME=value``.
+        pid: process id of a client, or of Python itself.
+        environment: the environment that it was started with, ``NAME=value``.
     """
     start = f"{ADDRESS}=".encode()
     for variable in environment:
@@ -75,7 +74,7 @@ def process_of(pid: int, environment: Collection[bytes]) -> int | None:
 
 @cache
 def _serving() -> str:
-    """The address of this process's server, which is started."""
+    """Return the address of this process's server, which is started."""
     folder = tempfile.mkdtemp(prefix="aladdin_mpi-warm-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     address = str(Path(folder) / "socket")

@@ -1,8 +1,8 @@
-"""Stands in for ``python ARGS``: has a warm process run them, and ends as that one does.
+"""Replacement for ``python ARGS``: runs them in a warm process, and exits with its status.
 
-See ``warm.py``. Started without site packages: it has to be there in no time. A link beside the
-server's address, with this process's number, leads to the warm process's. What is neither a module
-nor a file, Python runs itself.
+See ``warm.py``. The client is started without site packages, because it has to start fast. A link
+next to the server's address, named after this process's id, points to the warm process. Python
+itself runs anything that is neither a module nor a file.
 """
 
 import json
@@ -18,12 +18,12 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signa
 
 
 def main() -> None:
-    """Ask for the process, pass signals on, wait for its end."""
+    """Request the process, forward signals, and wait for its end."""
     program = sys.argv[1] if len(sys.argv) > 1 else ""
     if program != "-m" and not program.endswith(".py"):
         del os.environ["ALADDIN_MPI_TESTS_WARM"]
         os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
-    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until it is known to whom they go
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until the target of the signals is known
     env = dict(os.environ)
     server = socket.socket(socket.AF_UNIX)
     address = env.pop("ALADDIN_MPI_TESTS_WARM")
@@ -43,9 +43,9 @@ def main() -> None:
     pid = read(server)
     link = f"{address}.{os.getpid()}"
     with suppress(FileNotFoundError):
-        os.unlink(link)  # of a process that once had the same number
+        os.unlink(link)  # of a previous process with the same id
     os.symlink(str(pid), link)
-    # A handler in Python would not run if its signal came just before a read began to block.
+    # A Python handler would not run if its signal arrived just before a read blocks.
     came, wakes = os.pipe()
     os.set_blocking(wakes, False)
     signal.set_wakeup_fd(wakes)
@@ -64,13 +64,13 @@ def main() -> None:
 
 
 def pass_on(pid: int, number: int) -> None:
-    """Send a signal on, unless the process has just ended."""
+    """Forward a signal, unless the process has just ended."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def read(server: socket.socket) -> int:
-    """A number that the server says; its end is an error."""
+    """Read a number sent by the server; raise an error if the connection ends."""
     data = server.recv(4, socket.MSG_WAITALL)
     if len(data) < 4:
         sys.exit("the server of warm processes has ended")

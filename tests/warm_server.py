@@ -1,4 +1,4 @@
-"""Waits for programs to run, and forks a process for each: see ``warm.py``."""
+"""Wait for programs to run, and fork a process for each; see ``warm.py``."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from typing import Any, NoReturn, cast
 IMPORTED = (
     "numpy",
     "torch.utils.data",
-    "torch._dynamo",  # which optimizers of torch ask for
+    "torch._dynamo",  # imported by some optimizers of torch
     "torch.utils.tensorboard",
     "matplotlib.pyplot",
     "aladdin_mpi.options.reader",
     "aladdin_mpi.run.trainer",
     "aladdin_mpi.run.resumption",
 )
-"""What is slow to import, of this project too; neither MPI nor a command."""
+"""Modules that are slow to import, some of this project, but neither MPI nor a command."""
 LONGEST_SILENCE = 5.0
-"""Seconds after which it looks whether the tests are still there."""
+"""Interval in seconds at which the server checks whether the tests still run."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A program to run, and the standard streams of whoever asked for it."""
+    """A program to run, and the standard streams of its client."""
 
     args: list[str]
     env: dict[str, str]
@@ -50,7 +50,7 @@ class Task:
 
 
 class Server:
-    """Listens, and watches over the processes that it has forked."""
+    """Accepts requests, and monitors the forked processes."""
 
     def __init__(self, listening: socket.socket) -> None:
         self._listening = listening
@@ -59,7 +59,7 @@ class Server:
         self._children: dict[int, socket.socket] = {}
 
     def wait_for_task(self, parent: int) -> Task | None:
-        """The task, in a process made for it; None in the server, when ``parent`` has ended."""
+        """Return the task in a process forked for it; in the server None after ``parent`` ended."""
         while os.getppid() == parent:
             for key, _ in self._selector.select(LONGEST_SILENCE):
                 if key.fileobj is self._listening:
@@ -71,7 +71,7 @@ class Server:
         return None
 
     def _accept(self) -> Task | None:
-        """The task, in the process made for it."""
+        """Return the task in the process forked for it."""
         connection, _ = self._listening.accept()
         task = read_task(connection)
         if task is None:
@@ -86,19 +86,19 @@ class Server:
         for stream in task.streams:
             os.close(stream)
         self._children[pid] = connection
-        with suppress(OSError):  # whoever asked may be gone already; then the child is ended
+        with suppress(OSError):  # the client may have ended already; then the child is ended
             connection.sendall(struct.pack("i", pid))
         self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
         self._selector.register(connection, selectors.EVENT_READ, pid)
         return None
 
     def _end(self, key: selectors.SelectorKey) -> None:
-        """A child has ended, or whoever has asked for it is gone."""
+        """Handle the end of a child, or of its client."""
         pid = key.data
         connection = self._children[pid]
         if key.fileobj is connection:
             self._selector.unregister(connection)
-            os.kill(pid, signal.SIGKILL)  # its own event follows
+            os.kill(pid, signal.SIGKILL)  # its event follows
             return
         _, status = os.waitpid(pid, 0)
         del self._children[pid]
@@ -106,13 +106,13 @@ class Server:
         os.close(key.fd)
         with suppress(KeyError):
             self._selector.unregister(connection)
-        with suppress(OSError):  # nobody is there any more
+        with suppress(OSError):  # the client has ended
             connection.sendall(struct.pack("i", status))
         connection.close()
 
 
 def read_task(connection: socket.socket) -> Task | None:
-    """What the client has sent; None: it went before it had."""
+    """Return the client's request, or None if the client ended before sending it."""
     head, streams, _, _ = socket.recv_fds(connection, 4, 3)
     if len(head) < 4:
         return None
@@ -122,7 +122,7 @@ def read_task(connection: socket.socket) -> Task | None:
 
 
 def take_place(task: Task, paths: list[str]) -> None:
-    """Make this process what ``python *args`` would begin as."""
+    """Make this process equal to the start of ``python *args``."""
     os.setpgid(0, 0)
     for target, stream in enumerate(task.streams):
         os.dup2(stream, target)
@@ -137,13 +137,13 @@ def take_place(task: Task, paths: list[str]) -> None:
     os.environ.clear()
     os.environ.update(task.env)
     program = task.args[0]
-    beside = task.folder if program == "-m" else str(Path(program).resolve().parent)
+    script_folder = task.folder if program == "-m" else str(Path(program).resolve().parent)
     given = filter(None, task.env.get("PYTHONPATH", "").split(os.pathsep))
-    sys.path[:] = [beside, *given, *paths]
+    sys.path[:] = [script_folder, *given, *paths]
 
 
 def enter(namespace: str, pid: int) -> None:
-    """Go where process ``pid`` is: on a host of a network lab (benchmarks/netns.py)."""
+    """Enter the namespaces of process ``pid``, on a host of a network lab (benchmarks/netns.py)."""
     theirs = f"/proc/{pid}/ns/{namespace}"
     if os.readlink(theirs) == os.readlink(f"/proc/self/ns/{namespace}"):
         return
@@ -170,9 +170,9 @@ def run(args: list[str], main: dict[str, Any]) -> None:
 
 
 def end(code: int) -> NoReturn:
-    """End as Python does, but for taking the modules apart, which takes a third of a second.
+    """Exit as Python does, but without tearing down modules, which takes a third of a second.
 
-    That copies all that was shared with the server, page by page.
+    Tearing them down would copy all pages shared with the server.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -187,11 +187,11 @@ def end(code: int) -> NoReturn:
 
 
 def serve() -> None:
-    """Returns in a process that has run its program, and where the tests have ended."""
+    """Serve until the tests end; also returns in a process that has run its program."""
     for name in IMPORTED:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # or collections in the processes would copy all of it
+    gc.freeze()  # otherwise garbage collection in the processes would copy all of it
     listening, parent = map(int, sys.argv[1:])
     task = Server(socket.socket(fileno=listening)).wait_for_task(parent)
     if task is not None:
@@ -206,7 +206,7 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    # From a module of its own: a program has all of __main__ to itself.
+    # In a separate module, because the program replaces all of __main__.
     from tests.warm_server import serve as served
 
     served()

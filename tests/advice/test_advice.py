@@ -46,7 +46,7 @@ def test_every_algorithm_has_candidates_with_valid_options() -> None:
 
 def test_candidate_bound_follows_links_and_slowest_worker() -> None:
     bsp, asp = (Candidate(name, 1, False) for name in ("bsp", "asp"))
-    # Six gradients of 20 MB come to host 0 over 125 MB/s, for eight batches of 0.1 s.
+    # Six gradients of 20 MB arrive at host 0 over 125 MB/s, for eight batches of 0.1 s.
     assert candidates.bound(bsp, FOUR) == pytest.approx(8 * 0.1 / (6 * 20 / 125))
     assert candidates.bound(Candidate("bsp", 4, True), FOUR) == pytest.approx(
         4 * candidates.bound(bsp, FOUR)
@@ -58,7 +58,7 @@ def test_candidate_bound_follows_links_and_slowest_worker() -> None:
     assert candidates.bound(Candidate("aladdin", 1, False), slow) == slow.ideal == 7.25
 
 
-def test_ground_reads_hosts_links_and_slowdowns_of_cluster() -> None:
+def test_candidate_bounds_use_hosts_links_and_slowdowns_of_cluster() -> None:
     request = options.read(["--describe", "4 nodes x 2 GPUs, step 0.1 s"])
     changed = request.on({"cluster.links": {2: 5.0}, "slowdown": {1: 3.0}})
     on = candidates.ground(changed, 20.0)
@@ -76,7 +76,7 @@ def test_candidate_names_reject_unknown_algorithm_and_too_few_workers() -> None:
         candidates.names(["sgp"], 1)
 
 
-# -- learning ------------------------------------------------------------------------------
+# -- sample efficiency ---------------------------------------------------------------------
 def test_measured_sample_efficiency_interpolates_table() -> None:
     rows = learning.table()["aladdin-ahead"]
     assert learning.measured("bsp", 500) == SampleEfficiency(1.0)
@@ -86,7 +86,7 @@ def test_measured_sample_efficiency_interpolates_table() -> None:
     assert between.interval is not None and between.is_sure
     assert rows[8].low < between.interval[0] < between.value < between.interval[1] < rows[16].high
     assert re.search(r"\b8 workers \(2 seeds, 4,688 steps\b.*\b16 workers", between.source)
-    assert learning.measured("asp", 12).interval is None  # of one seed each
+    assert learning.measured("asp", 12).interval is None  # one seed each
     assert not learning.measured("asp", 512).is_sure
     assert learning.measured("osgp", 8).value == learning.table()["osgp"][8].share
     assert not learning.measured("adsp", 8).is_sure
@@ -107,7 +107,7 @@ def test_sample_efficiency_above_one_requires_near_convergence() -> None:
     assert re.search(r"\b64 workers \(3 seeds, 98 steps\).*\b1\.00$", short.source)
 
 
-def test_lead_is_credited_only_near_convergence() -> None:
+def test_sample_efficiency_lead_counts_only_near_convergence() -> None:
     assert learning.credited([1.2, 1.1], converged=False) == [1.0, 1.0]
     assert learning.credited([1.2, 1.1], converged=True) == [1.2, 1.1]
     assert learning.credited([1.2, 0.9], converged=True) == [1.0, 0.9]
@@ -132,7 +132,7 @@ def test_sample_efficiency_is_computed_from_two_loss_curves() -> None:
     assert learning.taught(base, base) == 1.0
     assert learning.taught(half, base) == pytest.approx(0.5)
     assert learning.taught(base, half) == pytest.approx(2.0)
-    assert learning.taught(stuck, base) == pytest.approx(1.0)  # up to where it got
+    assert learning.taught(stuck, base) == pytest.approx(1.0)  # up to its last loss
     crawling = [(samples, 2.0 - samples / 400) for samples, _ in base]
     assert learning.taught(crawling, base) == pytest.approx(0.25)
 
@@ -204,7 +204,7 @@ def test_invalid_what_if_change_names_option_and_value(text: str, cause: str) ->
 
 # -- figures -----------------------------------------------------------------------------------
 def test_rate_of_excludes_start_and_end() -> None:
-    moments = [*range(10, 110, 10), 300]  # the last samples are drawn after 100 s
+    moments = [*range(10, 110, 10), 300]  # the last samples are leased after 100 s
     lines = [
         {"kind": "train", "samples": min(100 * (i + 1), 1000), "seconds": float(moment)}
         for i, moment in enumerate(moments)
@@ -228,6 +228,6 @@ def test_entry_rate_is_capped_at_bound() -> None:
     assert entry.is_strained
 
 
-def test_knee_is_last_point_near_ideal() -> None:
+def test_scaling_knee_is_last_point_near_ideal() -> None:
     assert knee([(2, 2.0, 2.0), (4, 3.5, 4.0), (8, 5.0, 8.0)]) == 4
     assert knee([(2, 1.0, 2.0)]) is None

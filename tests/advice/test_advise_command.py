@@ -1,4 +1,4 @@
-"""The adviser as a user runs it."""
+"""The adviser from the command line."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def test_advise_recommends_fastest_runnable_candidate(tmp_path: Path) -> None:
     assert result[0]["options"] == advice["recommended"]
     assert result[0]["samples_per_second"] >= 0.99 * best
     assert result[0]["is_long"] and result[0]["likely"][0] < result[0]["samples_per_second"]
-    # The slow worker sets the pace of the synchronous ones, of 3 of 5.5 possible.
+    # The slow worker limits synchronous algorithms to 3 of 5.5 times one worker.
     assert advice["ideal_speed_up"] == 5.5
     assert all(each["speed_up"] <= 3.0 for each in result if "aladdin" not in each["options"])
-    # What is predicted is what a simulation of the same command says.
+    # The prediction equals the result of a simulation with the same command.
     words = advice["mpirun"]
     start = words.index("aladdin_mpi.train") + 1
     assert words[0] == "mpirun" and words[start - 3 : start - 1] == ["python", "-m"]

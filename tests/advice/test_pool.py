@@ -1,4 +1,4 @@
-"""Processes for virtual runs: cancelled, ended in the middle, killed."""
+"""Process pool for simulations: cancellation, early exit and killed processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aladdin_mpi.advice.timed_run import Processes
 
 
 def test_pool_exit_cancels_remaining_calls_without_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither in the threads behind the processes: a program may end by such an error."""
+    """The pool's internal threads raise no error either: it would end the program."""
     told: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", told.append)
     before = set(threading.enumerate())

@@ -1,4 +1,4 @@
-"""Whatever the adviser and the probe print can be pasted into a shell."""
+"""Commands printed by the adviser and the probe can be pasted into a shell."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MODELS = {"digits": "digits", "cifar10": "resnet20", "synthetic": "vgg8_cifar"}
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of images whose name has a space, as ImageNet's may."""
+    """Return an image folder whose path contains a space, as ImageNet's may."""
     folder = tmp_path_factory.mktemp("image net")
     for split in ("train", "val"):
         for label in ("ant", "bee"):
@@ -67,7 +67,7 @@ def ground_of(request: AdviceRequest) -> ClusterTraits:
 
 
 def advice_of(request: AdviceRequest, candidate: Candidate) -> Advice:
-    """Advice that recommends a candidate, whatever its figures."""
+    """Return advice that recommends a given candidate, whatever its figures."""
     on = ground_of(request)
     timed = TimedRun(1000.0, 0.1, (LinkUse(0, "in", 0.5),), 1e6)
     entry = CandidateResult(candidate, 2000.0, SampleEfficiency(1.0), timed)
@@ -165,7 +165,7 @@ def test_printed_mpirun_maps_workers_to_hosts(candidate: Candidate, hosts: list[
     request = asked("three hosts")
     command = shlex.split(report.mpirun(candidate, ground_of(request), request.options))
     mapping = command[1 : command.index("python")]
-    # The slots of an allocation with a task for each GPU: none for the servers.
+    # The slots of an allocation with one task per GPU, which leaves none for servers.
     slots = ",".join(f"n{host}:2" for host in range(3))
     env = environment("openmpi", {})
     del env["PRTE_MCA_rmaps_default_mapping_policy"]

@@ -1,4 +1,4 @@
-"""A part of a large cluster that stands for the whole of it."""
+"""Simulating a large cluster by a representative part of it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_smaller_cluster_keeps_hosts_of_every_kind() -> None:
     assert min(small.ground.links) == 5e9 / 8
     place = small.stands_for[7]
     assert small.ground.links[place] == 5e9 / 8 and small.stands_for.count(place) == 1
-    # All wait for the slow ones, of whom there are as many to a worker of either.
+    # All workers wait for the slow ones, so the rate per worker is the same in both clusters.
     used = TimedRun(1000.0, 0.1, (), 1e6)
     assert small.scaled(Candidate("ar-sgd", 0, False), used).rate == pytest.approx(512e3 / 136)
     ideal = (508 + 4 / 3) / (132 + 4 / 3)
@@ -82,7 +82,7 @@ def test_search_time_grows_with_cluster_size() -> None:
 
 @pytest.mark.long
 def test_smaller_cluster_predicts_rates_of_whole_cluster() -> None:
-    """The best are run on all hosts too; the rate is that of the long runs by what that changes."""
+    """The best candidates also run on all hosts; their rates are scaled by the difference."""
     whole = asked.read(
         [
             *("--describe", "48 nodes x 4 GPUs, 10 Gbit/s, step 0.18 s", "--model", "size:10"),

@@ -1,4 +1,4 @@
-"""AD-PSGD: exchanges that keep the sum, trajectories, and whole runs."""
+"""AD-PSGD: conservation of the sum of models, trajectories and complete runs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ Log = list[tuple[str, int, int]]
 
 
 class Reporter(Spy):
-    """Writes down when passive workers answer, and when gradients are complete."""
+    """Records when passive workers answer and when gradients are complete."""
 
     def __init__(self, inner: Transport, log: Log) -> None:
         super().__init__(inner)
@@ -78,7 +78,7 @@ class Reporter(Spy):
 
 
 def transcribed(job: Job, outcome: Outcome, log: Log) -> list[Tensor]:
-    """The paper's rules in float64, in the order in which the events happened."""
+    """Apply the paper's rules in float64, in the order in which the events happened."""
     n, problem, options = job.workers, Quadratic(job.numel), job.options
     scale, optimum = problem.scale.double(), problem.optimum.double()
     noise = [noises(job, outcome, i) for i in range(n)]
@@ -149,7 +149,7 @@ def test_ad_psgd_trajectory_matches_paper(seed: int, graph: dict[str, Any]) -> N
     assert torch.equal(modules, outcome.locals)
 
 
-# -- whole runs ---------------------------------------------------------------------------------
+# -- complete runs ------------------------------------------------------------------------------
 @pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("seed", range(12))
 def test_ad_psgd_counters_balance_under_any_conditions(seed: int, graph: dict[str, Any]) -> None:
@@ -159,7 +159,7 @@ def test_ad_psgd_counters_balance_under_any_conditions(seed: int, graph: dict[st
 
 
 def test_ad_psgd_passive_workers_do_not_wait_for_active_ones() -> None:
-    """The only active worker is slow: passive ones have the budget to themselves."""
+    """The only active worker is slow; the passive workers use the rest of the budget."""
     job = Job("ad-psgd", workers=3, samples=4 * 300, slowdown={1: 50.0})
     outcome = run(job)
     steps = [len(worker.leases) for worker in outcome.workers]
@@ -168,7 +168,7 @@ def test_ad_psgd_passive_workers_do_not_wait_for_active_ones() -> None:
 
 
 def test_ad_psgd_exchange_overlaps_with_computing() -> None:
-    """A round trip of 0.8 steps costs an active worker nothing."""
+    """A round trip of 0.8 steps costs an active worker no time."""
     slow = network(latency_us=4e5, local_latency_us=4e5)
     outcome = run(Job("ad-psgd", workers=4, samples=4 * 4 * 50, cluster=slow))
     assert max(worker.traffic.waiting for worker in outcome.workers) < 8

@@ -1,4 +1,4 @@
-"""ADSP: the search of the rate, equal commits, no waiting, the accounts."""
+"""ADSP: rate search, equal commit rates, waiting and counters."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_adsp_reward_is_zero_for_losses_that_do_not_fall(
     assert reward(curve, 0.1) == 0
 
 
-def test_adsp_reward_is_inverse_time_to_end_loss() -> None:
+def test_adsp_reward_is_inverse_time_to_final_loss() -> None:
     curve = LossCurve(slope=0.5, offset=1.0, floor=0.2)
     assert reward(curve, 0.3) == pytest.approx(1 / 18)  # 1 / (9 + 1) + 0.2 is 0.3
     assert reward(curve, 0.2) == 0  # never
@@ -91,7 +91,7 @@ def options(**values: Any) -> AdspOptions:
 
 
 class Drive:
-    """A schedule whose workers' loss is a function of time and of the present rate."""
+    """Drives a schedule with workers whose loss depends on the time and the current rate."""
 
     def __init__(self, **changes: Any) -> None:
         self.schedule = Schedule(1, options(period=10, **changes))
@@ -111,7 +111,7 @@ class Drive:
 def test_adsp_schedule_finds_rate_of_fastest_loss_decrease() -> None:
     drive = Drive(end_loss=1e-3)
     result = []
-    for seconds in (9, 10, 10, 10, 10):  # a rate a check period
+    for seconds in (9, 10, 10, 10, 10):  # one rate per check period
         drive.run(seconds)
         result.append((drive.schedule.search.active, drive.schedule.search.rate))
     assert result == [(True, 1), (True, 2), (True, 3), (True, 4), (False, 3)]
@@ -142,11 +142,11 @@ def test_adsp_search_restarts_when_loss_rises() -> None:
     assert drive.schedule.search.active
 
 
-def test_adsp_spreads_remaining_commits_over_rest_of_period() -> None:
+def test_adsp_spreads_remaining_commits_over_remaining_period() -> None:
     schedule = Schedule(2, options(period=12.0, min_interval=2.0))
     schedule.open(0.0)
     schedule.commit(0, 1.0, 1.0, 1, 0.1)
-    assert schedule.interval(0, 1.0) == pytest.approx(1.0)  # 10 of its own steps
+    assert schedule.interval(0, 1.0) == pytest.approx(1.0)  # 10 steps of this worker
     schedule.commit(1, 2.0, 1.0, 1, 0.3)
     # The period is [2, 14]; C_target is 1 + 1.
     assert schedule.interval(0, 2.0) == pytest.approx(12.0)
@@ -183,7 +183,7 @@ def schedule_of(end: Outcome) -> Schedule:
 
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[bool, list[int]]]]:
-    """At every check: whether the rate is being searched, and the commits of all workers."""
+    """Record at every check whether the rate search is active, and the commits of all workers."""
     result: list[tuple[bool, list[int]]] = []
     check = Schedule._check
 
@@ -196,16 +196,16 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[bool, list[in
 
 
 @pytest.mark.parametrize("period", [12.0, 24.0, 40.0])
-def test_adsp_workers_of_unequal_speed_commit_equally_often(
+def test_adsp_workers_of_unequal_speed_commit_at_equal_rate(
     checks: list[tuple[bool, list[int]]], period: float
 ) -> None:
     samples = round(250 * period)
     job = Job("adsp", workers=4, slowdown={0: 5.0, 1: 1.7, 2: 1.3}, samples=samples, jitter=0.1)
-    # At most two commits in a period, which the slowest can do.
+    # At most two commits in a period, which even the slowest worker can make.
     job.settings = plain(period=period, min_interval=period / 2, epoch=1e9, loss_rise=1e9)
     end = run(job)
     differences = [max(counts) - min(counts) for _, counts in checks]
-    assert max(differences) <= 2  # a worker that has just committed does not know a new rate yet
+    assert max(differences) <= 2  # a worker that has just committed has not received a new rate yet
     steady = [
         difference
         for difference, before, now in zip(differences[1:], checks, checks[1:], strict=False)
@@ -218,7 +218,7 @@ def test_adsp_workers_of_unequal_speed_commit_equally_often(
 
 
 def test_adsp_workers_do_not_wait() -> None:
-    """Answers take three steps; from its second batch on a worker has not waited at all."""
+    """Answers take three steps; from its second batch on, a worker does not wait."""
     waited: dict[int, list[float]] = {0: [], 1: [], 2: []}
     slow = network(hosts=4, latency_us=1.5e6)
     job = Job("adsp", workers=3, samples=2000, cluster=slow, slowdown={1: 3.0})
@@ -230,13 +230,13 @@ def test_adsp_workers_do_not_wait() -> None:
     end.check_accounts()
     for own in waited.values():
         assert len(own) > 50
-        assert own[-1] == own[20]  # the first draws had to be waited for
+        assert own[-1] == own[20]  # waiting for the first leases is unavoidable
     assert min(schedule_of(end).commits) > 10
 
 
 @pytest.mark.parametrize("latency", [0, 1.2e6])
 def test_adsp_with_one_worker_equals_plain_sgd(latency: float) -> None:
-    """Whatever it does while an answer is under way is neither lost nor counted twice."""
+    """Gradients computed while an answer is pending are neither lost nor counted twice."""
     job = Job("adsp", workers=1, cluster=network(hosts=2, latency_us=latency), samples=300)
     job.settings = plain(period=4)
     torch.testing.assert_close(run(job).model, single_process(job), rtol=1e-4, atol=1e-5)
@@ -259,7 +259,7 @@ def test_adsp_model_moves_by_mean_of_worker_updates(
     end = run(job)
     mean = torch.stack(moved).sum(0) / 3
     torch.testing.assert_close(end.model - end.first, mean, rtol=1e-4, atol=1e-5)
-    # The worker that was answered last has the model.
+    # The worker that received the last answer has the global model.
     assert (end.locals - end.model).norm(dim=1).min() < 1e-5
 
 

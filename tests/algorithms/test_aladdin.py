@@ -1,8 +1,8 @@
-"""ALADDIN in virtual time equals the paper's two algorithms, written down here once more.
+"""ALADDIN in simulation equals a direct transcription of the paper's two algorithms.
 
-The transcription below knows nothing of messages, buffers or views: plain float64 arrays
-and a list of events, with the paper's lines in the paper's order. Without delays on the
-network both must come to the same models.
+The transcription has no messages, buffers or views: it consists of plain float64 arrays and a list
+of events, with the paper's lines in the paper's order. Without network delays, both must produce
+the same models.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from tests.quadratic import STAGGER, Outcome, Quadratic, Setup, aladdin_options,
 Vector = NDArray[np.float64]
 
 SPREAD = (1.0, 1.0137, 1.0291, 1.0473, 1.0619, 1.0837)
-"""Slow-downs by which no two workers ever do something at the same time."""
+"""Slowdown factors chosen so that no two workers ever act at the same time."""
 SEND, END, BEGIN = 0, 1, 2
-"""What happens to one worker at one time, in this order."""
+"""Kinds of events of one worker at one time, in order of execution."""
 
 
 class Momentum:
-    """Momentum and weight decay, as any textbook has them."""
+    """Textbook momentum and weight decay."""
 
     def __init__(self, setup: Setup) -> None:
         self.m, self.decay, self.nesterov = setup.momentum, setup.weight_decay, setup.nesterov
@@ -55,7 +55,7 @@ class Momentum:
 
 
 class PaperServer:
-    """Algorithm 2, for one bucket."""
+    """Algorithm 2 of the paper, for one bucket."""
 
     def __init__(self, setup: Setup, part: slice, x: Vector, momentum: Momentum) -> None:
         self.setup, self.options, self.part, self.momentum = setup, setup.aladdin, part, momentum
@@ -68,7 +68,7 @@ class PaperServer:
         self.seen_at_send = [0] * setup.workers
 
     def receive(self, i: int, g_i: Vector, lr: float) -> tuple[Vector, float] | None:
-        """Lines 3 to 11; returns what line 10 sends."""
+        """Execute lines 3 to 11 and return what line 10 sends."""
         self.c += 1  # line 4
         self.c_i[i] += 1
         self.seen += 1
@@ -112,7 +112,7 @@ class PaperServer:
 
 
 class PaperWorker:
-    """Algorithm 1, in pieces: an iteration begins, sends its buckets, ends."""
+    """Algorithm 1 of the paper, split into events: start an iteration, send its buckets, end it."""
 
     def __init__(self, setup: Setup, i: int, problem: Quadratic, x: Vector) -> None:
         self.setup, self.i, self.x = setup, i, x.copy()
@@ -149,7 +149,7 @@ class PaperWorker:
 
 
 class Transcription:
-    """Both algorithms under a list of events, with a network that takes no time."""
+    """Both algorithms driven by a list of events, with a network that takes no time."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -214,7 +214,7 @@ class Transcription:
 
     @property
     def everything(self) -> Vector:
-        """The global model, then the workers' own."""
+        """Return the global model, followed by the workers' models."""
         return np.stack([np.concatenate([s.x for s in self.servers]), *(w.x for w in self.workers)])
 
 
@@ -274,7 +274,7 @@ def test_aladdin_equals_paper_without_strategies(
     check(setup(self_update=self_update, lazy=lazy))
     with_all = Transcription(setup()).run().everything
     without = Transcription(setup(self_update=self_update, lazy=lazy)).run().everything
-    # A sum of steps that workers have made is the same sum whenever it is added.
+    # The sum of the workers' steps does not depend on when they are added.
     alike = self_update and normalize != "count" and momentum == "worker"
     assert (np.abs(with_all - without).max() < 1e-9) == alike
 
@@ -330,19 +330,19 @@ def test_aladdin_equals_paper_with_lookahead(momentum: str, nesterov: bool) -> N
 
 
 def falling(rate: float, end: int, samples: int) -> float:
-    """A learning rate that is 0 behind the ``end``."""
+    """Return a learning-rate schedule that is 0 after ``end``."""
     return rate * (1 - samples / end)
 
 
-def test_aladdin_pending_gradients_outlive_segment() -> None:
-    """One worker that is never pulled does in five segments what it does in one."""
+def test_aladdin_pending_gradients_carry_over_to_next_segment() -> None:
+    """A single worker that never pulls makes the same steps in five segments as in one."""
     setup = replace(BASE, workers=1, aladdin=aladdin_options(pi=4, alpha=0.0), samples=130)
     whole, cut = run(setup), run(replace(setup, segments=5))
     assert cut.workers[0].leases == whole.workers[0].leases
     assert np.array_equal(everything(cut), everything(whole))
 
 
-# -- the server alone, by hand -------------------------------------------------------------
+# -- server alone, by hand -----------------------------------------------------------------
 
 
 MEAN: dict[str, Any] = {"normalize": "count", "alpha": "literal"}
@@ -357,7 +357,7 @@ def serve_by_hand(transport: VirtualTransport, options: AladdinOptions) -> Aladd
 
 
 class Script:
-    """Gradients of ones from given workers, and the alphas that the server answers with."""
+    """Sends gradients of ones from given workers and records the server's alphas."""
 
     def __init__(self, role: AladdinServer) -> None:
         self.role = role
@@ -415,15 +415,15 @@ def test_aladdin_accumulate_trigger_applies_mean() -> None:
     assert script.role.counts() == {"applied": 3, "dropped": 0}
 
 
-def test_aladdin_drop_with_period_one_moves_nothing() -> None:
+def test_aladdin_drop_with_period_one_leaves_model_unchanged() -> None:
     script = by_hand(aladdin_options(pi=1, trigger="drop", **MEAN), [0, 1, 0])
     assert (script.x, script.alphas) == (0.0, [0.0, 0.0, 0.0])
     assert script.role.counts() == {"applied": 0, "dropped": 3}
 
 
-def test_aladdin_coalesced_gradient_counts_all_its_parts() -> None:
+def test_aladdin_coalesced_gradient_counts_each_of_its_gradients() -> None:
     script = by_hand(aladdin_options(pi=3, alpha="since-last", normalize="count"), [0, 1, 0, 1], 2)
-    # c_0: 2, then 4 >= 3; meanwhile 2 of worker 1: 6 in all. Then c_1 = 4: 8 since the start.
+    # c_0: 2, then 4 >= 3, with 2 of worker 1: 6 in all. Then c_1 = 4: 8 since the start.
     assert script.alphas == [pytest.approx(1 - 1 / sqrt(6)), pytest.approx(1 - 1 / sqrt(8))]
     assert script.x == pytest.approx(-2)  # the mean of 6 ones, then of 2
     assert script.role.counts() == {"applied": 8, "dropped": 0}

@@ -1,4 +1,4 @@
-"""aladdin-ahead: its rule written down once more, what it promises, and its accounts."""
+"""aladdin-ahead: comparison with a reference implementation, guarantees and counters."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Vector = NDArray[np.float64]
 
 NAME = "aladdin-ahead"
 SPREAD = {0: 1.0, 1: 1.0137, 2: 1.0291, 3: 1.0473}
-"""Slow-downs by which no two workers ever do something at the same time."""
+"""Slowdown factors chosen so that no two workers ever act at the same time."""
 SEEDS = 500 if int(os.environ.get("ALADDIN_MPI_SCHEDULES", "20")) >= 500 else 200
 GROUP = 20
 """Seeds of a test; workers fail in more than a tenth of the runs."""
@@ -56,11 +56,11 @@ def job(**changes: Any) -> Job:
     return replace(Job(NAME, bucket=4, slowdown=SPREAD, settings=settings), **changes)
 
 
-# -- the rule, as a plain list of events ------------------------------------------------------
+# -- reference implementation as a plain list of events ---------------------------------------
 
 
 class PlainBucket:
-    """The rule for one bucket of one worker: x, V, M and the steps that no model holds."""
+    """The rule for one bucket of one worker: x, V, M and the steps not yet in any model."""
 
     def __init__(self, x: Vector, n: int, m: float, w: float | None, ahead: float) -> None:
         self.x, self.model, self.velocity = x.copy(), x.copy(), np.zeros_like(x)
@@ -86,7 +86,7 @@ class PlainBucket:
         self.x = self.x - self.velocity
 
     def step(self, number: int, base: int, g: Vector, lr: float) -> Vector:
-        """An own gradient, weight decay included; returns what is sent."""
+        """Apply one of the worker's gradients, with weight decay; return what is sent."""
         self.v = self.m * self.v + g
         self.steps.append((number, base, lr * g))
         self.move(lr * g)
@@ -217,7 +217,7 @@ PI = [{"pi": 3}, {"pi": 2, "weight": 1.0, "lookahead": 1.0, "send": 0.5}]
 
 
 @pytest.mark.parametrize("own", [{}, *OWN, *PI], ids=str)
-def test_aladdin_ahead_equals_rule(own: dict[str, Any]) -> None:
+def test_aladdin_ahead_matches_reference_implementation(own: dict[str, Any]) -> None:
     case = job(own=own, samples=400)
     check(case)
 
@@ -225,7 +225,9 @@ def test_aladdin_ahead_equals_rule(own: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("workers", "bucket", "momentum"), [(1, 17, 0.9), (3, 2, 0.0), (4, 5, 0.5)]
 )
-def test_aladdin_ahead_equals_rule_for_any_size(workers: int, bucket: int, momentum: float) -> None:
+def test_aladdin_ahead_matches_reference_implementation_for_any_size(
+    workers: int, bucket: int, momentum: float
+) -> None:
     settings = {"weight_decay": 0.0, "momentum": momentum, "wire": "fp32"}
     check(job(workers=workers, bucket=bucket, settings=settings, samples=100 * workers))
 
@@ -237,14 +239,14 @@ def check(case: Job) -> None:
     torch.testing.assert_close(end.locals, plain.locals, rtol=2e-4, atol=2e-4)
 
 
-def test_aladdin_ahead_rule_variants_differ() -> None:
-    """Otherwise the test above could not tell them apart."""
+def test_aladdin_ahead_reference_variants_differ_by_more_than_tolerance() -> None:
+    """Without a difference, the previous test could not distinguish the variants."""
     models = [Plain(job(own=own, samples=400)).run().locals for own in OWN]
     for a, b in pairwise(models):
         assert not torch.allclose(a, b, rtol=1e-3, atol=1e-3)
 
 
-# -- what follows from it ---------------------------------------------------------------------
+# -- consequences of the rule -----------------------------------------------------------------
 
 
 def worker_of(end: Outcome, index: int = 0) -> AheadWorker:
@@ -270,7 +272,7 @@ def test_aladdin_ahead_single_worker_has_global_model() -> None:
 
 
 def test_aladdin_ahead_single_worker_predicts_model_despite_late_models() -> None:
-    """With n = 1 and w = 1 its recursion is the server's, however late models are."""
+    """With n = 1 and w = 1, the worker's recursion is the server's, however late models are."""
     slow = Cluster.model_validate({"hosts": 2, "latency_us": 4e5})
     end = run(job(workers=1, own={"pi": 1, "weight": 1.0, "send": 0.0}, cluster=slow))
     role = worker_of(end)
@@ -279,7 +281,7 @@ def test_aladdin_ahead_single_worker_predicts_model_despite_late_models() -> Non
 
 
 def test_aladdin_ahead_velocity_matches_linear_drift() -> None:
-    """Gradients that do not change: all workers together move lr g / (1 - m) in a round."""
+    """With constant gradients, all workers together move by lr g / (1 - m) in a round."""
     lr, m = 1e-5, 0.8
     settings = {"weight_decay": 0.0, "momentum": m}
     case = job(settings=settings, schedule=lambda samples: lr, noise=0.0, samples=1600)
@@ -339,7 +341,7 @@ def test_aladdin_ahead_straggler_neither_blocks_nor_destabilises(slow: float) ->
 
 
 def test_aladdin_ahead_models_are_sent_just_in_time() -> None:
-    """On a network without delays up to the last bucket's moment; on a slow one earlier."""
+    """Without network delays, at the last bucket's moment; on a slow network, earlier."""
     shares, ages = [], []
     for latency in (0.0, 1e5, 3e5):
         cluster = Cluster.model_validate(
@@ -354,7 +356,7 @@ def test_aladdin_ahead_models_are_sent_just_in_time() -> None:
 
 
 @pytest.mark.parametrize("servers", [1, 4, 16])
-def test_fine_layout_spreads_each_server_over_backward_pass(servers: int) -> None:
+def test_fine_layout_distributes_each_server_over_backward_pass(servers: int) -> None:
     options = RunOptions(servers=servers, bucket_mb=4.0, shard_mb=16.0)
     layout = fine_layout(PhantomReplica(25_000_000), 8, options)
     for server in range(servers):
@@ -395,7 +397,7 @@ def test_timing_share_falls_for_late_and_rises_for_timely_models() -> None:
 
 
 def test_aladdin_ahead_pending_steps_use_bounded_memory() -> None:
-    """Models many steps late: no more vectors than said, and no gradient lost."""
+    """Models arrive many steps late; memory stays within the bound and no gradient is lost."""
     slow = Cluster.model_validate({"hosts": 5, "latency_us": 6.7e6})
     end = run(job(samples=800, cluster=slow))
     end.check_accounts()
@@ -413,19 +415,19 @@ def test_aladdin_ahead_merges_steps_of_zero_rate() -> None:
     assert torch.isfinite(end.model).all()
 
 
-# -- accounts ---------------------------------------------------------------------------------
+# -- counters ---------------------------------------------------------------------------------
 
 
 def any_job(seed: int) -> Job:
-    """Delays, narrow links, pauses, deaths and segments drawn from a seed."""
+    """Return a random run with delays, narrow links, pauses, failures and segments."""
     r = random.Random(f"{NAME} {seed}")
     workers, servers = r.randint(1, 5), r.randint(1, 2)
     servers = min(servers, workers)
     steps = r.choice([1, 3, 6])
     network = any_network(seed, servers + workers).model_dump()
-    dying = r.sample(range(servers, servers + workers), r.randint(0, workers - 1))
-    dying = dying if seed % 2 else []
-    failures = {rank: r.uniform(0.0, 1.3 * steps) for rank in dying}
+    failing = r.sample(range(servers, servers + workers), r.randint(0, workers - 1))
+    failing = failing if seed % 2 else []
+    failures = {rank: r.uniform(0.0, 1.3 * steps) for rank in failing}
     return Job(
         NAME,
         workers=workers,
@@ -459,7 +461,7 @@ def test_aladdin_ahead_counters_balance_under_any_conditions(group: int) -> None
 
 
 def test_aladdin_ahead_server_only_adds_steps() -> None:
-    """x~ is the first model less the mean of all steps: no gradient weighs twice."""
+    """x~ is the initial model minus the mean of all steps: no gradient counts twice."""
     case = job(schedule=lambda samples: 0.0, samples=64)
     end = run(case)
     assert torch.equal(end.model, end.first)
@@ -469,7 +471,7 @@ def test_aladdin_ahead_server_only_adds_steps() -> None:
 
 
 def test_aladdin_ahead_clips_evenly_spread_gradient_as_a_whole() -> None:
-    """Buckets of n values are held to clip * sqrt(n / all values): together to clip."""
+    """Buckets of n values are clipped to clip * sqrt(n / all values), so together to clip."""
     settings = {"weight_decay": 0.0, "momentum": 0.0, "wire": "fp32", "clip": 2.0}
     case = job(settings=settings, samples=160, spoil=lambda worker, step: 1e6)
     end = run(case)
@@ -480,7 +482,7 @@ def test_aladdin_ahead_clips_evenly_spread_gradient_as_a_whole() -> None:
 
 
 def test_aladdin_ahead_merged_steps_equal_their_sum() -> None:
-    """With models that are very late."""
+    """Models arrive very late, so steps are merged."""
     track = worker_of(run(job(workers=1, samples=4))).track
     track.open()
     for number in range(1, MOST_PENDING + 4):
@@ -492,7 +494,7 @@ def test_aladdin_ahead_merged_steps_equal_their_sum() -> None:
     torch.testing.assert_close(moved, torch.full_like(track.x, expected))
 
 
-# -- room -------------------------------------------------------------------------------------
+# -- headroom ---------------------------------------------------------------------------------
 
 LEVELS = (Level(8, 1), Level(4, 1), Level(4, 2))
 
@@ -500,7 +502,7 @@ LEVELS = (Level(8, 1), Level(4, 1), Level(4, 2))
 def steps(
     room: CompressionController, measure: Callable[[Level], float], count: int
 ) -> list[Level]:
-    """With gradients that are the younger the larger the measure is."""
+    """Return the levels chosen if gradients are younger the larger the measure is."""
     result = []
     for _ in range(count):
         now = measure(room.level)
@@ -508,14 +510,14 @@ def steps(
     return result
 
 
-def test_headroom_keeps_helpful_level_and_returns_when_links_have_headroom() -> None:
+def test_headroom_keeps_effective_level_and_reverts_on_unsaturated_links() -> None:
     room = CompressionController(LEVELS)
     assert steps(room, lambda level: 0.2 if level.bits == 8 else 0.6, 500)[-1] == Level(4, 1)
     assert steps(room, lambda level: 0.9, 500)[-1] == Level(8, 1)
 
 
-def test_headroom_retries_useless_level_ever_less_often() -> None:
-    """As where a latency is the reason, and not the bytes."""
+def test_headroom_retries_ineffective_level_with_growing_interval() -> None:
+    """As if latency were the bottleneck rather than the number of bytes."""
     room = CompressionController(LEVELS)
     seen = steps(room, lambda level: 0.1, 9000)
     tried = [i for i, (a, b) in enumerate(pairwise(seen)) if (a, b) == LEVELS[:2]]
@@ -528,7 +530,7 @@ def test_headroom_retries_useless_level_ever_less_often() -> None:
 
 
 def test_headroom_tries_next_level_if_first_shows_no_effect() -> None:
-    """As on links that are overfull still."""
+    """As on links that are still saturated at the first level."""
     room = CompressionController(LEVELS)
     assert steps(room, lambda level: 0.5 if level.pi > 1 else -0.9, 300)[-1] == Level(4, 2)
     hopeless = steps(CompressionController(LEVELS), lambda level: -0.9, 9000)
@@ -543,7 +545,7 @@ def test_levels_combine_bits_and_periods() -> None:
 
 
 def timed(folder: Path, *words: object) -> dict[str, Any]:
-    """Eight workers on four hosts, whose steps take 0.1 s for a model of 1 MB."""
+    """Simulate eight workers on four hosts, with steps of 0.1 s and a model of 1 MB."""
     plan = ["--algorithm", NAME, "--compute", "timed", "--compute-time", 0.1, "--model", "size:1"]
     plan += ["--workers", 8, "--servers", 4, "--hosts", 4, "--samples", 8 * 32 * 160, "--quiet"]
     plan += ["--bucket-mb", 0.1, "--run-dir", folder, *words]

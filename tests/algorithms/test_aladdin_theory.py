@@ -1,4 +1,4 @@
-"""What ALADDIN's analysis says, held against the code: the mean, the mixing, the convergence."""
+"""ALADDIN's analysis checked against the code: mean, mixing and convergence."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tests.quadratic import Quadratic, Setup, aladdin_options, network, noise_of
 Matrix = NDArray[np.float64]
 
 ROUGH = network(hosts=2, latency_us=2e5, delay_us=8e5, bandwidth_gbit=1e-6)
-"""Delays of whole steps, in random order, and links that a gradient fills for half a second."""
+"""Delays of whole steps in random order, and links that take half a second per gradient."""
 
-# -- Lemma 1: the global model is the mean of the local ones ---------------------------------
+# -- Lemma 1: the global model is the mean of the local models ------------------------------
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.02])
@@ -33,8 +33,8 @@ ROUGH = network(hosts=2, latency_us=2e5, delay_us=8e5, bandwidth_gbit=1e-6)
 def test_global_model_is_mean_of_local_models(
     workers: int, momentum: float, weight_decay: float
 ) -> None:
-    """Exactly so without blending: every gradient is applied twice with the same rate,
-    wholly at its worker and by 1/n at the server, whatever the order and the delays.
+    """This is exact without blending: every gradient is applied twice with the same rate, in full
+    at its worker and by 1/n at the server, whatever the order and the delays.
     """
     end = run(
         Setup(
@@ -97,9 +97,9 @@ GRID = [(n, period) for n in (2, 3, 8, 32) for period in (1, 2, 4)]
 
 @pytest.mark.parametrize(("n", "period"), GRID)
 def test_single_blend_is_doubly_stochastic_only_in_expectation(n: int, period: int) -> None:
-    """A single blend keeps consensus (its rows sum to 1) but moves the mean. With workers
-    due equally often, the expected blend is symmetric and doubly stochastic, and has the
-    spectral gap alpha / n.
+    """A single blend keeps consensus (its rows sum to 1) but moves the mean. If workers are due
+    equally often, the expected blend is symmetric and doubly stochastic, with the spectral gap
+    alpha / n.
     """
     alpha = theory(n, period)
     blends = [blend(n, i, alpha) for i in range(n)]
@@ -115,8 +115,8 @@ def test_single_blend_is_doubly_stochastic_only_in_expectation(n: int, period: i
 
 @pytest.mark.parametrize(("n", "period"), GRID)
 def test_round_of_blends_is_doubly_stochastic(n: int, period: int) -> None:
-    """Every worker once, while the server stands still: its gap is alpha, and what is left
-    of a deviation from the mean is 1 / sqrt(n pi).
+    """Every worker blends once while the server's model is fixed: the spectral gap is alpha, and
+    a deviation from the mean shrinks to 1 / sqrt(n pi).
     """
     alpha = theory(n, period)
     still = np.full((n, n), 1 / n)
@@ -131,7 +131,7 @@ def test_round_of_blends_is_doubly_stochastic(n: int, period: int) -> None:
 def test_aladdin_contracts_workers_by_predicted_eigenvalue(
     n: int, period: int, servers: int
 ) -> None:
-    """At rate 0 nothing but the blends acts: after k of them a deviation is (n pi)^(-k/2)."""
+    """At learning rate 0 only blends act: after k of them, a deviation is (n pi)^(-k/2)."""
     steps = 2 * period + 1
     first = Setup().numel
     apart = torch.randn(n, first, generator=torch.Generator().manual_seed(3))
@@ -165,7 +165,7 @@ def cosine(rate: float, total: int) -> Any:
 
 @pytest.mark.parametrize("workers", range(2, 9))
 def test_aladdin_defaults_converge_to_minimum(workers: int) -> None:
-    """Strongly convex, noisy, unequal workers, a network with delays: down to the minimum."""
+    """Strongly convex problem with noise, unequal workers and network delays."""
     samples = 150 * workers
     setup = Setup(
         workers=workers,
@@ -193,7 +193,7 @@ def distance(x: Tensor, optimum: Tensor) -> float:
 
 
 def test_lookahead_damps_oscillation_of_stale_models_and_momentum() -> None:
-    """A model that lacks the others' newest steps lets a large momentum swing."""
+    """A model that lacks the other workers' newest steps oscillates with a large momentum."""
     away = {}
     for steps in (0.0, 0.5, 1.0):
         setup = Setup(
@@ -211,7 +211,7 @@ def test_lookahead_damps_oscillation_of_stale_models_and_momentum() -> None:
 
 
 def test_aladdin_final_error_shrinks_with_gradient_noise() -> None:
-    """What is left at the end is the noise of the gradients, not a bias of the algorithm."""
+    """The remaining error is the noise of the gradients, not a bias of the algorithm."""
     setup = Setup(
         workers=4, batch=1, samples=1000, schedule=cosine(0.4, 1000), slowdown=(1.0, 2.0, 3.0, 4.0)
     )
@@ -222,7 +222,7 @@ def test_aladdin_final_error_shrinks_with_gradient_noise() -> None:
 
 
 def test_data_parallel_with_defaults_converges(tmp_path: Path) -> None:
-    """Three lines around one's own loop; afterwards every rank holds the same trained model."""
+    """Three lines around a custom training loop; all ranks end with the same trained model."""
 
     def main(transport: VirtualTransport) -> tuple[Tensor, dict[str, Any]]:
         module = Quadratic(60)

@@ -1,4 +1,4 @@
-"""AR-SGD is a single process with the n-fold batch, on the modelled network."""
+"""AR-SGD equals a single process with the n-fold batch, on the modelled network."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_ar_sgd_equals_single_process_with_n_fold_batch(workers: int, nesterov: 
         workers=workers,
         numel=50,
         bucket=11,
-        # The last round is uneven, or too small for every worker to have a sample.
+        # The last round is uneven, or too small to give every worker a sample.
         samples=20 * workers + 3,
         settings={**MOMENTUM, "nesterov": nesterov},
         schedule=lambda samples: 0.05 if samples < 40 else 0.01,
@@ -50,7 +50,7 @@ def test_ar_sgd_converges_to_known_minimum() -> None:
 
 
 def test_ar_sgd_sums_overlap_with_backward() -> None:
-    """Where the sum of a bucket takes as long as its backward pass, most of it is hidden."""
+    """If the sum of a bucket takes as long as its backward pass, most of it is hidden."""
     seconds = {}
     for wait_free in (True, False):
         job = Job(
@@ -61,7 +61,7 @@ def test_ar_sgd_sums_overlap_with_backward() -> None:
             samples=40,
             noise=0.0,
             settings={"momentum": 0.0, "weight_decay": 0.0, "wait_free": wait_free},
-            # 0.8 MB, twice half of it each way, takes the two thirds of the second.
+            # 0.8 MB, half of it twice in each direction, takes two thirds of a second.
             cluster=Cluster.model_validate({"hosts": 2, "bandwidth_gbit": 0.8e6 * 8e-9 / 0.66}),
         )
         seconds[wait_free] = max(worker.traffic.waiting for worker in run(job).workers)

@@ -1,4 +1,4 @@
-"""ASHL: the plan, the two stages, the bound, the accounts."""
+"""ASHL: plan, two stages, staleness bound and counters."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ TIMES = [
 
 # -- the plan ------------------------------------------------------------------------------
 def test_ashl_local_steps_match_hand_computation() -> None:
-    # 8 + 3 = 11, 4 + 2 = 6, 2 + 6 = 8 seconds: all have 11.
+    # 8 + 3 = 11, 4 + 2 = 6, 2 + 6 = 8 seconds: all workers get 11.
     assert local_steps(TIMES, 8) == [8, 18, 20]
     assert shares([8, 18, 20]) == [8 / 46, 18 / 46, 20 / 46]
 
 
 def test_ashl_fine_stage_plan_matches_hand_computation() -> None:
-    # Talking takes 1.7, 1.35 and 3.15; with two steps more at most 3.7.
+    # Communication takes 1.7, 1.35 and 3.15 s; with two more steps at most 3.7 s.
     steps = local_steps(TIMES, 2, rate=0.1)
     assert steps == [2, 5, 2]
-    # Besides the push: 3.5, 3.75 and 3.25; 3.85 at most with it: 0.35, 0.1 and 0.6 for it.
+    # Besides the push: 3.5, 3.75 and 3.25; at most 3.85 with it, which leaves 0.35, 0.1 and 0.6.
     assert rates(TIMES, steps, 0.1) == pytest.approx([0.175, 0.1, 0.15])
 
 
@@ -71,14 +71,14 @@ def test_ashl_plan_has_coarse_and_fine_stage() -> None:
     assert plan[1].fine == pytest.approx(Stage(5 / 9, 5, 0.1))
 
 
-def test_ashl_gives_few_steps_to_slow_computing_and_slow_communication() -> None:
+def test_ashl_assigns_few_steps_to_slow_workers_and_slow_links() -> None:
     slow_to_step = Times(step=10.0, push=0.0, pull=0.0, compress=0.0)
     slow_to_talk = Times(step=1.0, push=30.0, pull=2.0, compress=0.0)
     assert local_steps([slow_to_step, slow_to_talk], 1) == [3, 1]
     assert local_steps([slow_to_step._replace(step=100.0), slow_to_talk], 1) == [1, 68]
 
 
-def test_ashl_push_without_cost_is_sent_whole() -> None:
+def test_ashl_sends_free_push_uncompressed() -> None:
     times = [Times(1, 0, 0, 0), Times(1, 2, 0, 0)]
     assert rates(times, [1, 1], 0.01) == pytest.approx([1.0, 0.01])
     assert rates(TIMES, [9, 1, 1], 1.0) == [1.0] * 3
@@ -89,9 +89,7 @@ some_times = st.lists(st.builds(Times, seconds, seconds, seconds, seconds), min_
 
 
 @given(some_times, st.integers(1, 20), st.floats(0.001, 0.99))
-def test_ashl_workers_need_about_as_long_as_slowest(
-    times: list[Times], preset: int, rate: float
-) -> None:
+def test_ashl_plan_equalises_worker_times(times: list[Times], preset: int, rate: float) -> None:
     steps = local_steps(times, preset)
     needed = [t.step * h + t.push + t.pull for t, h in zip(times, steps, strict=True)]
     longest = max(t.step * preset + t.push + t.pull for t in times)
@@ -108,14 +106,14 @@ def test_ashl_workers_need_about_as_long_as_slowest(
         assert own == 1 or r + own * t.push == pytest.approx(longest)
 
 
-# -- what is pushed --------------------------------------------------------------------------
+# -- pushes ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_top_k_pushes_largest_values_of_every_bucket_and_drops_rest(dtype: torch.dtype) -> None:
     layout = cut(60, 1, 20.5 * 4e-6, 100)
     codec = TopK(DenseWire(dtype, CPU), layout)
     reader = TopK(DenseWire(dtype, CPU), layout)
     moved = torch.randn(60, generator=torch.Generator().manual_seed(1))
-    for _ in range(2):  # nothing is left for a second push
+    for _ in range(2):  # nothing remains for a second push
         codec.rate = 0.1
         for bucket in layout.buckets:
             part = moved[bucket.part]
@@ -190,7 +188,7 @@ def test_ashl_with_one_worker_equals_plain_sgd(stage: str) -> None:
 
 @pytest.fixture
 def pushes(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, list[tuple[Any, Tensor]]]]:
-    """What every worker has pushed: its steps and notes, and how it had moved."""
+    """Record every worker's pushes: steps, notes and the change of its model."""
     result: dict[int, list[tuple[Any, Tensor]]] = defaultdict(list)
     push = LocalDifference.push
 
@@ -211,7 +209,7 @@ def test_ashl_weights_differences_by_shares(
     every = [each for own in pushes.values() for each in own]
     moved = torch.stack([notes[0] * difference for notes, difference in every]).sum(0)
     torch.testing.assert_close(end.model - end.first, moved, rtol=1e-4, atol=1e-5)
-    # The worker that was answered last has the model.
+    # The worker that received the last answer has the global model.
     assert (end.locals - end.model).norm(dim=1).min() < 1e-5
     plan = head_of(end).plan
     for worker, own in pushes.items():
@@ -239,7 +237,7 @@ def test_ashl_stage_follows_loss_and_never_returns_to_coarse(
         assert set(fine[:-1]) == {2}
         assert set(notes[-1] for notes, _ in own[5:] if notes[1] == Phase.COARSE) == {4}
     losses = [notes[2] for own in pushes.values() for notes, _ in own if notes[1] == Phase.FINE]
-    assert max(losses) > 0.8  # or going back would not have been tried
+    assert max(losses) > 0.8  # otherwise a return to the coarse stage would not have been tried
 
 
 @pytest.mark.parametrize(
@@ -268,7 +266,7 @@ def test_ashl_has_no_plan_before_all_workers_have_measured() -> None:
 def test_ashl_drops_unpushed_values_without_error_feedback(feedback: bool) -> None:
     job = Job("ashl", workers=2, samples=400)
     job.settings = ashl(stage="fine", coarse_rate=0.2, fine_rate=0.2, error_feedback=feedback)
-    # Pushing takes longer for none: both push only the share.
+    # Pushing takes longer for no worker: both push only the share.
     end = run(replace(job, cluster=network(hosts=3, latency_us=1e5)))
     for index in range(2):
         left = worker_of(end, index).top_k.left
@@ -276,9 +274,9 @@ def test_ashl_drops_unpushed_values_without_error_feedback(feedback: bool) -> No
         assert bool(left.any()) == feedback
 
 
-# -- the bound -----------------------------------------------------------------------------
+# -- staleness bound -----------------------------------------------------------------------
 class BoundWatch:
-    """Counts the fine pushes of every worker; no step may begin too far ahead."""
+    """Counts every worker's fine pushes and checks that no step begins too far ahead."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, workers: int, bound: int) -> None:
         self.fine = [0] * workers
@@ -332,7 +330,7 @@ def test_ashl_bound_holds_under_any_conditions(monkeypatch: pytest.MonkeyPatch, 
             job.samples = max(job.samples, 200)
             run(job)
         reached += watch.furthest == bound and job.workers > 1
-    assert reached >= 3  # or no worker was ever blocked
+    assert reached >= 3  # otherwise no worker was ever blocked
 
 
 @pytest.mark.parametrize("seed", range(100, 132))
@@ -340,7 +338,7 @@ def test_ashl_counters_balance_under_any_conditions(seed: int) -> None:
     run(any_served_job("ashl", seed, draw_options)).check_accounts()
 
 
-# -- learning ------------------------------------------------------------------------------
+# -- convergence ---------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "options",
     [
@@ -399,6 +397,6 @@ def test_ashl_trains_over_mpi(tmp_path: Path, wire: str) -> None:
     ]
     for index, row in enumerate(rows):
         plan = checkpoint_part(tmp_path, 2 + index)["role"]["plan"]
-        # The summary's figures are rounded, the checkpoint's are not.
+        # The summary's figures are rounded, those of the checkpoint are not.
         assert rounded(plan) == [float(value) for stage in row for value in stage]
     assert run_summary["test_accuracy"] > 0.5

@@ -1,4 +1,4 @@
-"""What every algorithm has to do as a user runs it: train, resume, be timed, at any size."""
+"""Requirements on every algorithm: training, resuming, timed computing, any number of workers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.failing import Failure, Net
 
 NAMES = sorted(ALGORITHMS)
 COMPRESSING = sorted(name for name in NAMES if find_algorithm(name).compresses)
-# One of each kind; tests/mpi has all of them over MPI.
+# One algorithm of each kind; tests/mpi covers all of them over MPI.
 EVERYDAY = ("ar-sgd", "bsp")
 OVER_MPI = ["ad-psgd", "adsp", "ar-sgd", "bsp"]
 GOSSIPS = ("sgp", "osgp", "gosgd", "ad-psgd")
 DGC = ["--compression", "dgc", "--dgc-ratio", 0.05, "--dgc-warmup-epochs", 1]
 VARIANTS: dict[str, list[object]] = {
-    # Gossips are resumed in tests/gossip/test_gossip_runs.py.
+    # Gossip algorithms are resumed in tests/gossip/test_gossip_runs.py.
     **{name: ["--algorithm", name] for name in NAMES if name not in GOSSIPS},
     **{f"{name} dgc": ["--algorithm", name, *DGC] for name in ("aladdin", "ar-sgd", "bsp")},
     "ssp on-bound": ["--algorithm", "ssp", "--ssp-pull", "on-bound"],
@@ -63,7 +63,7 @@ def test_resumed_run_of_every_algorithm_is_bit_identical(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_algorithm_runs_with_any_number_of_workers_from_least(tmp_path: Path, name: str) -> None:
-    """Odd ones too, from the fewest on; fewer are refused with the number needed."""
+    """Odd numbers too, from the minimum on; fewer workers are refused with the minimum."""
     least = find_algorithm(name).least_workers
     plan = ["--compute", "timed", "--model", "size:0.02", "--samples", 300, "--batch-size", 8]
     plan += ["--algorithm", name, "--hosts", 3, "--slowdown", "0=4", "--jitter", 0.2, "--quiet"]
@@ -80,7 +80,7 @@ def test_algorithm_runs_with_any_number_of_workers_from_least(tmp_path: Path, na
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",  # every one of them runs over MPI in tests/mpi/test_algorithms.py
+    "name",  # tests/mpi/test_algorithms.py runs every algorithm over MPI
     [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.long) for name in OVER_MPI],
 )
 def test_algorithm_trains_over_mpi(tmp_path: Path, name: str) -> None:

@@ -1,4 +1,4 @@
-"""GoSGD: the sum of the weights, mixing, messages that pile up, and whole runs."""
+"""GoSGD: sum of weights, mixing, queued messages and complete runs."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def role(outcome: Outcome, worker: int) -> GoSgdWorker:
 
 
 def sums(outcome: Outcome) -> list[float]:
-    """The workers' alphas added up, for each bucket."""
+    """Return the sum of the workers' alphas for each bucket."""
     alphas = [role(outcome, i).alpha for i in range(outcome.job.workers)]
     return [sum(column) for column in zip(*alphas, strict=True)]
 
 
-# -- mass at any moment -----------------------------------------------------------------------
+# -- sum of weights at any moment -------------------------------------------------------------
 class Mass:
-    """Adds up a bucket's weights: the workers', the inboxes', those on the wire."""
+    """Sums a bucket's weights: those of workers, of inboxes and in transit."""
 
     def __init__(self, n: int, buckets: int) -> None:
         self.n = n
@@ -65,7 +65,7 @@ class Mass:
 
 
 class Weigher(Spy):
-    """Follows the weights on the wire, from the headers as they are sent and handled."""
+    """Tracks the weights in transit, from headers that are sent and handled."""
 
     def __init__(self, inner: Transport, mass: Mass) -> None:
         super().__init__(inner)
@@ -140,7 +140,7 @@ def make_inbox(transport: Transport, layout: Layout) -> GossipInbox:
 
 
 def mix(weights: list[float], alpha: float) -> tuple[Tensor, Tensor, list[float]]:
-    """Rank 0 of 3 mixes in models of rank 1 and 2 that come while it computes."""
+    """Let rank 0 of 3 mix in models of ranks 1 and 2 that arrive while it computes."""
     layout = cut(6, 0, 100, 100)
     x, alphas = starts(0, 6), [alpha]
     models = [starts(1 + k, 6) for k in range(len(weights))]
@@ -159,7 +159,7 @@ def mix(weights: list[float], alpha: float) -> tuple[Tensor, Tensor, list[float]
         transport.sleep(1.0)
         if transport.rank == 0:
             inbox.take_into(x, alphas)
-            inbox.take_into(x, alphas)  # nothing is taken twice
+            inbox.take_into(x, alphas)  # no message is mixed in twice
         inbox.drain()
 
     VirtualCluster(3, NO_DELAY).run(main)
@@ -168,7 +168,7 @@ def mix(weights: list[float], alpha: float) -> tuple[Tensor, Tensor, list[float]
 
 @pytest.mark.parametrize("alpha", [0.25, 1e-60])
 def test_gosgd_mixes_waiting_messages_by_their_weights(alpha: float) -> None:
-    """Also with weights that single precision does not know."""
+    """Also with weights that single precision cannot represent."""
     weights = [alpha * factor for factor in (1, 0.5, 2, 0.25, 0.125)]
     x, expected, alphas = mix(weights, alpha)
     assert torch.allclose(x, expected, atol=1e-6)
@@ -177,7 +177,7 @@ def test_gosgd_mixes_waiting_messages_by_their_weights(alpha: float) -> None:
 
 # -- sending ------------------------------------------------------------------------------------
 def gossips(p: float, job: Job, seed: int = 0) -> dict[tuple[int, int], int]:
-    """How many models each worker has sent to each other."""
+    """Return the number of models that each worker has sent to each other worker."""
     count: dict[tuple[int, int], int] = defaultdict(int)
 
     class Counter(Spy):
@@ -195,7 +195,7 @@ def test_gosgd_draws_peers_evenly_with_probability_p() -> None:
     short = replace(job, samples=4 * 5 * 100)
     count = gossips(0.25, job)
     assert set(count) == {(i, j) for i in range(5) for j in range(5) if i != j}
-    # 400 steps: 100 models of each worker, 25 to each other one; four standard deviations.
+    # 400 steps: 100 models from each worker, 25 to each other; four standard deviations.
     assert all(abs(number - 25) < 4 * 25**0.5 for number in count.values())
     once = gossips(0.25, short)
     assert once == gossips(0.25, short)
@@ -204,20 +204,20 @@ def test_gosgd_draws_peers_evenly_with_probability_p() -> None:
 
 
 def test_gosgd_neither_waits_nor_queues_on_slow_network() -> None:
-    """A model takes 20 steps on the wire: what cannot be sent is not sent."""
+    """A model takes 20 steps on the wire; models that cannot be sent are skipped."""
     numel = 33_000
     slow = network(hosts=2, bandwidth_gbit=numel * 32e-9 / 20)
     job = Job("gosgd", workers=2, numel=numel, bucket=16_500, samples=4 * 2 * 200, cluster=slow)
     count = gossips(1.0, job)
     assert all(5 <= number <= 11 for number in count.values())
     outcome = run(replace(job, settings=gossip(1.0)))
-    # Only for the end of the others, and for the last model.
+    # Only for the other workers' end and for the last model.
     assert max(rank.traffic.waiting for rank in outcome.ranks) < 60
     assert sums(outcome) == pytest.approx([1, 1], abs=1e-12)
 
 
 def test_gosgd_weight_never_becomes_zero() -> None:
-    """A worker a thousand times as fast as the other hears nothing while it sends."""
+    """A worker a thousand times as fast as the other receives nothing while it sends."""
     job = Job("gosgd", workers=2, samples=1600, batch=1, slowdown={0: 3000.0}, noise=0.0)
     least = 1.0
 
@@ -232,7 +232,7 @@ def test_gosgd_weight_never_becomes_zero() -> None:
     assert torch.isfinite(outcome.locals).all()
 
 
-# -- whole runs ---------------------------------------------------------------------------------
+# -- complete runs ------------------------------------------------------------------------------
 @pytest.mark.parametrize("p", [0.01, 0.3, 1.0])
 @pytest.mark.parametrize("seed", range(12))
 def test_gosgd_counters_balance_under_any_conditions(seed: int, p: float) -> None:

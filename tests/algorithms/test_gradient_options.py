@@ -1,4 +1,4 @@
-"""Options that act on gradients: every algorithm honours each of them, or refuses it by name."""
+"""Options that act on gradients: every algorithm applies each of them or rejects it by name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 CLIP = 0.01
 LARGE = 1000.0
-"""What losses are multiplied by, so that gradients are far larger than CLIP."""
+"""Factor of the losses, which makes gradients far larger than CLIP."""
 
 
 class Run(Protocol):
@@ -40,7 +40,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
 
 
 def losses(factor: float = 1.0, scaled: bool = False, clip: float | None = None) -> Step:
-    """A loop's body; ``scaled``: by run.scale(), ``clip``: by run.clip_grad_norm_()."""
+    """Body of the loop; ``scaled`` uses run.scale(), ``clip`` uses run.clip_grad_norm_()."""
 
     def step(run: DataParallel, model: nn.Module, inputs: Tensor, labels: Tensor) -> None:
         loss = factor * loss_of(model, inputs, labels)
@@ -57,7 +57,7 @@ def assert_is_start(trained: Trained) -> None:
 
 
 def assert_is_clipped(trained: Trained) -> None:
-    """Without momentum no gradient moves the model further than the rate times the bound."""
+    """Without momentum, no gradient moves the model further than the rate times the bound."""
     assert 0 < trained.moved < LR * CLIP * trained.summary["gradients_computed"]
 
 
@@ -78,7 +78,7 @@ def test_clip_grad_norm_bounds_steps_or_is_rejected(run: Run, wait_free: bool) -
 
 @pytest.mark.parametrize("settings", [{}, {"clip": 0.05, "accumulate": 2}], ids=["alone", "clip"])
 def test_loss_scale_is_removed_from_gradients(run: Run, settings: dict[str, Any]) -> None:
-    """Bit for bit, since it is a power of two."""
+    """The scale is a power of two, so results are bit-identical."""
     scaled = run(losses(scaled=True), **settings)
     assert scaled.moved > 1e-3
     assert torch.equal(scaled.x, run(losses(), **settings).x)
@@ -99,7 +99,7 @@ def test_overflowing_gradient_is_refused(run: Run) -> None:
     assert 1e-3 < trained.moved < 1
 
 
-def test_max_loss_refuses_gradients(run: Run) -> None:
+def test_loss_above_max_loss_refuses_gradient(run: Run) -> None:
     trained = run(max_loss=1e-6)
     assert trained.summary["gradients_refused"] == trained.summary["gradients_computed"] == 12
     assert_is_start(trained)

@@ -1,4 +1,4 @@
-"""Between hosts, with real gradients, the algorithms learn as they do in virtual time."""
+"""Learning curves between hosts over MPI match those of the simulation."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ WORKERS = 4
 SEEDS = range(3)
 PLAN = ["--epochs", 6, "--eval-every", 1, "--lr", 0.02, "--warmup-epochs", 1, "--quiet"]
 SLEEP = ",".join(f"{worker}=30" for worker in range(WORKERS))
-"""A step is computed and slept 29 times as long: as if each worker had a core of its own."""
+"""A step sleeps for 29 times its computing time, so that each worker seems to have a core."""
 TOLERANCE = 0.015
-"""Of accuracy, between means of three seeds, besides their spread."""
+"""Tolerance of accuracy between means of three seeds, in addition to their spread."""
 
 
 def curve(run_dir: Path) -> list[float]:
-    """The test accuracy after each epoch."""
+    """Return the test accuracy after each epoch."""
     return [line["test_accuracy"] for line in metrics(run_dir, "eval")]
 
 
 def over_mpi(lab: Lab, run_dir: Path, *options: object) -> float:
-    """Train between the lab's hosts; returns the seconds of a step."""
+    """Train between the lab's hosts; return the duration of a step in seconds."""
     args = ["-m", "aladdin_mpi.train", *words(run_dir, [*options, "--slowdown", SLEEP])]
     completed = lab.run([0, *range(WORKERS)], args, timeout=120)
     assert completed.returncode == 0, completed.stdout + completed.stderr

@@ -1,4 +1,4 @@
-"""Local SGD: what it is equal to, when models are averaged, its accounts and its bytes."""
+"""Local SGD: equivalent processes, times of averaging, counters and bytes."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ PLAIN = {"momentum": 0.0, "weight_decay": 0.0}
 
 
 class Plain:
-    """Algorithm 1 once more, in float64, with models averaged as they are.
+    """Algorithm 1 in float64, with models averaged directly.
 
-    ``models`` are the workers', ``trace`` worker 0's after each of its changes.
+    ``models`` are the workers' models, ``trace`` is worker 0's model after each change.
     """
 
     def __init__(self, job: Job) -> None:
@@ -93,7 +93,7 @@ def test_local_sgd_averaging_every_step_equals_single_process(
         workers=workers,
         numel=50,
         bucket=11,
-        samples=20 * workers + 3,  # the last round is uneven, or too small for some worker
+        samples=20 * workers + 3,  # the last round is uneven, or too small for some workers
         settings={**settings, "local_sgd": {"steps": 1}},
         schedule=lambda samples: 0.05 if samples < 40 else 0.01,
         slowdown={0: 2.0},
@@ -134,7 +134,7 @@ def test_local_sgd_equals_algorithm_of_paper(
 
 
 def test_local_sgd_averages_models_when_due() -> None:
-    """Before each step the workers' models are the same or not; post-local SGD switches."""
+    """Compares the workers' models before each step; post-local SGD switches."""
     seen: dict[int, list[Tensor]] = defaultdict(list)
 
     def probe(transport: Transport, role: Role, lease: SampleLease) -> None:
@@ -161,7 +161,7 @@ def test_local_sgd_counters_balance_under_any_conditions(seed: int) -> None:
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])
 def test_local_sgd_converges_to_known_minimum(wire: str) -> None:
-    """As closely in bf16, in which a parameter near 1 has steps of 0.008."""
+    """In bf16, too, in which a parameter near 1 has steps of 0.008."""
     job = Job("local-sgd", workers=4, samples=8000, noise=0.0, schedule=lambda samples: 0.2)
     job.settings = {"momentum": 0.5, "weight_decay": 0.0, "wire": wire}
     assert (run(job).model - Quadratic(job.numel).optimum).abs().max() < 1e-4
@@ -178,12 +178,12 @@ ASKED = 500
 
 
 def test_local_sgd_model_copy_belongs_to_one_step() -> None:
-    """Asked for at any moment, also while the models are being summed."""
+    """The copy is requested at any moment, also while models are being summed."""
     shots: list[Tensor] = []
 
     def probe(transport: Transport, role: Role, lease: SampleLease) -> None:
         if transport.rank == 1:
-            # In the middle of a step, and while rank 0 waits for this, slower, worker.
+            # In the middle of a step, while rank 0 waits for this slower worker.
             for delay in (0.5, 1.0, 1.0):
                 transport.sleep(delay)
                 transport.isend(torch.zeros(1, dtype=torch.uint8), 0, ASKED)
@@ -209,7 +209,7 @@ def test_local_sgd_sends_two_models_every_h_steps(workers: int, wire: str, width
     sent = [worker.traffic.bytes_sent / 12 for worker in run(job).workers]
     mean = sum(sent) / workers  # a tree loads some ranks more than others
     expected = 2 * (workers - 1) / workers * 40_000 * width / 3
-    assert mean == pytest.approx(expected, abs=100)  # draws of batches: 72 bytes a step
+    assert mean == pytest.approx(expected, abs=100)  # sample leases: 72 bytes per step
 
 
 def test_local_sgd_timed_computing_sends_the_same_bytes(tmp_path: Path) -> None:

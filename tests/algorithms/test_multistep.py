@@ -1,4 +1,4 @@
-"""Multistep: equal to one process with everyone's batches, and what it sends and waits for."""
+"""Multistep: equality with one process that has all batches, traffic and waiting."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WHOLE = {"bucket_mb": 10.0}  # one bucket for all layers
 
 
 def assert_equal(results: list[Result], expected: Tensor, tolerance: float = 1e-5) -> None:
-    """All ranks have the same bits, near what is expected."""
+    """Check that all ranks have the same bits, close to the expected values."""
     for result in results[1:]:
         assert torch.equal(result.x, results[0].x)
     assert torch.allclose(results[0].x, expected, rtol=tolerance, atol=tolerance)
@@ -113,7 +113,7 @@ def test_multistep_shards_momentum() -> None:
 
 # -- unusual models --------------------------------------------------------------------------
 class Tied(nn.Module):
-    """Its two dense layers have one weight; a third is frozen, a fourth never used."""
+    """Two dense layers share one weight; a third is frozen, a fourth is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ def test_multistep_trains_unusual_models(
 ) -> None:
     job = Job(4, 4, 70, build=build, settings={**MOMENTUM, **exchange, **TINY}, lr=0.05)
     results = run(job)
-    # torch.optim leaves alone what has no gradient; here weight decay acts on it too.
+    # torch.optim skips parameters without a gradient; here weight decay acts on them too.
     used = torch.ones_like(results[0].x, dtype=torch.bool)
     if build is Tied:
         used[-90:] = False
@@ -188,7 +188,7 @@ def exchanging(build: Callable[[], nn.Module]) -> dict[str, bool | None]:
     return {piece.layer.name: piece.exchanging for piece in result.role.dense}
 
 
-def test_multistep_exchanges_gradients_of_layers_used_otherwise() -> None:
+def test_multistep_exchanges_gradients_of_unsupported_layers() -> None:
     assert exchanging(small) == {"7": True, "5": True, "3": True}
     assert exchanging(Tied) == {"head": True, "unused": False}
     assert exchanging(Functional) == {"twice": False, "rows": False, "borrowed": False}
@@ -198,7 +198,7 @@ def test_multistep_exchanges_gradients_if_one_rank_reuses_layer() -> None:
     built: list[nn.Module] = []
 
     class Uneven(nn.Module):
-        """The first of them calls its layer twice."""
+        """The first instance calls its layer twice."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -276,12 +276,12 @@ def test_multistep_leaves_module_and_copies_without_hooks() -> None:
     assert all(parameter.requires_grad for parameter in module.parameters())
 
 
-# -- options that act on a whole gradient ------------------------------------------------------
+# -- options that act on the whole gradient ----------------------------------------------------
 @pytest.mark.parametrize("settings", [{"clip": 0.1}, {"max_loss": 9.0}, {"wait_free": False}])
 def test_multistep_exchanges_gradients_with_options_on_whole_gradient(
     tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    """As ``bsp`` does, which clips each worker's own gradient too."""
+    """Matches ``bsp``, which clips each worker's gradient too."""
     job = Job(settings={**PLAIN, **settings})
     assert not run(job)[0].role.dense
     assert run(Job(settings=PLAIN))[0].role.dense
@@ -305,7 +305,7 @@ def test_multistep_rejects_activations_with_options_on_whole_gradient(
         loop_lab.train(tmp_path / "run", "multistep", **{**ACTIVATIONS, **settings})
 
 
-def test_multistep_exchanges_gradients_if_loop_clips(
+def test_multistep_exchanges_gradients_if_loop_clips_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained = [
@@ -316,7 +316,7 @@ def test_multistep_exchanges_gradients_if_loop_clips(
     assert re.search(r"\b0 .*gradients\b.*\bclips\b", capsys.readouterr().err)
 
 
-def test_multistep_resumed_loop_cannot_begin_to_clip(tmp_path: Path) -> None:
+def test_multistep_resumed_loop_must_not_start_clipping(tmp_path: Path) -> None:
     loop_lab.train(tmp_path / "run", "multistep")
     with pytest.raises(UserError, match=r"run\.clip_grad_norm_\(\) .*gradients.*activations"):
         loop_lab.train(tmp_path / "run", "multistep", clipping, samples=96, resume="auto")
@@ -331,7 +331,7 @@ def clipping(run: Any, model: nn.Module, inputs: Tensor, labels: Tensor) -> None
 
 # -- bytes -------------------------------------------------------------------------------------
 def sent(job: Job) -> int:
-    """Bytes that the collectives of a step of full batches send from one rank."""
+    """Return the bytes sent by one rank's collectives in a step of full batches."""
     totals = []
     for rounds in (4, 6):
         job.samples = rounds * job.workers * job.batch
@@ -343,14 +343,14 @@ DENSE = [(64, 50), (50, 7), (7, CLASSES)]
 
 
 def divisible() -> nn.Module:
-    """Whose layers can be dealt to 2 and 4 ranks without filling up."""
+    """Return a model whose layers can be split among 2 or 4 ranks without padding."""
     return nn.Sequential(
         nn.Conv2d(1, 4, 3, bias=False), nn.Flatten(), nn.Linear(64, 40), nn.Linear(40, CLASSES + 1)
     )
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
-def test_multistep_gradients_cost_an_all_reduce(workers: int) -> None:
+def test_multistep_gradient_exchange_costs_an_all_reduce(workers: int) -> None:
     job = Job(workers, 4, build=divisible, settings={**PLAIN, **GRADIENTS})
     values = 36 + 64 * 40 + 40 + 40 * 4 + 4
     assert sent(job) == 4 * 2 * (workers - 1) * values // workers
@@ -396,7 +396,7 @@ def test_multistep_auto_exchange_sends_least() -> None:
     assert bytes_of("auto", 64) == bytes_of("gradients", 64) < bytes_of("activations", 64)
 
 
-# -- buckets along the layers --------------------------------------------------------------
+# -- buckets aligned with layers -----------------------------------------------------------
 def bounds(layers: list[int], most: int, apart: tuple[DenseLayer, ...] = ()) -> list[int]:
     layout = cut_at_layers(layers, apart, sum(layers), (most + 0.5) * 4e-6)
     assert [bucket.index for bucket in layout.buckets] == list(range(len(layout.buckets)))
@@ -444,7 +444,7 @@ def waiting_job(**settings: Any) -> Job:
 
 
 class Impatient(MultistepWorker):
-    """The same, but that all layers are waited for at the start of the forward pass."""
+    """Waits for all layers at the start of the forward pass."""
 
     def forward(self, bucket: Any) -> None:
         self.finish_all()
@@ -452,18 +452,18 @@ class Impatient(MultistepWorker):
 
 
 def use_worker(monkeypatch: pytest.MonkeyPatch, kind: type[MultistepWorker]) -> None:
-    """Have the next runs use this class of workers."""
+    """Make the next runs use this class of workers."""
     registered = registry.implementation(find_algorithm("multistep"))
     monkeypatch.setitem(registry._IMPLEMENTATIONS, "multistep", replace(registered, worker=kind))
 
 
-def test_multistep_layer_waits_only_for_its_own_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_multistep_layer_waits_only_for_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     patient = run(waiting_job())
     use_worker(monkeypatch, Impatient)
     impatient = run(waiting_job())
     assert isinstance(impatient[0].role, Impatient)
     assert torch.equal(patient[0].x, impatient[0].x)
-    # 20 steps of 3 s, of which a third is the forward pass. It hides most of the gathers,
+    # 20 steps of 3 s, a third of which is the forward pass. It hides most of the gathers,
     # which take 1 s.
     assert patient[0].seconds < impatient[0].seconds - 20 * 0.7
     assert patient[0].traffic.waiting < impatient[0].traffic.waiting - 20 * 0.7
@@ -471,7 +471,7 @@ def test_multistep_layer_waits_only_for_its_own_parameters(monkeypatch: pytest.M
 
 
 def test_multistep_forward_pass_waits_for_parameters() -> None:
-    """What has come is in the layer's parameters when it is computed."""
+    """Received parameters are in place when their layer is computed."""
     seen: list[int] = []
 
     def probe(role: MultistepWorker) -> None:
@@ -511,7 +511,7 @@ ASKED = 500
 
 
 def test_multistep_model_copy_belongs_to_one_step() -> None:
-    """Asked for at any moment, while some layers have their new parameters and some have not."""
+    """The copy is requested while only some layers have their new parameters."""
     shots: list[Tensor] = []
     late: list[bool] = []
 
@@ -549,7 +549,7 @@ def test_multistep_model_copy_belongs_to_one_step() -> None:
     assert min((a - b).abs().max().item() for a, b in pairwise(steps)) > 1e-4
 
 
-# -- through the commands ---------------------------------------------------------------------
+# -- from the command line --------------------------------------------------------------------
 PLAN: list[object] = [
     "--algorithm",
     "multistep",
@@ -578,7 +578,7 @@ TIMED: list[object] = ["--algorithm", "multistep", "--compute", "timed", "--mode
 TIMED += ["--samples", 64 * 4 * 200, "--batch-size", 64, "--workers", 4, "--bucket-mb", 0.5]
 
 
-def test_multistep_timed_computing_knows_layers(tmp_path: Path) -> None:
+def test_multistep_timed_computing_uses_layers_of_model(tmp_path: Path) -> None:
     outcome = {}
     for exchange in ("auto", "gradients"):
         run_dir = tmp_path / exchange
@@ -586,7 +586,7 @@ def test_multistep_timed_computing_knows_layers(tmp_path: Path) -> None:
         assert ("(1000 x 2000)" in completed.stderr) == (exchange == "auto")
         outcome[exchange] = summary(run_dir)["bytes_sent_per_step"]
     rest = 64 * 1000 + 2000 * 10
-    # The end of the last step is not in the workers' last reports.
+    # The workers' last reports do not include the end of the last step.
     assert outcome["gradients"] == pytest.approx(4 * 2 * 3 / 4 * (rest + 2_000_000), rel=0.005)
     others = 64 * 1000 * 3 / 4 + 64 * 2000 * 3 + 2_000_000 * 3 / 4
     assert outcome["auto"] == pytest.approx(4 * (2 * 3 / 4 * rest + others), rel=0.005)
@@ -594,7 +594,7 @@ def test_multistep_timed_computing_knows_layers(tmp_path: Path) -> None:
 
 
 class Late(MultistepWorker):
-    """The same, but that activations leave only when backward begins."""
+    """Sends activations only when backward begins."""
 
     def forward(self, bucket: Any) -> None:
         self.finish(self.pieces[bucket.index])
@@ -615,7 +615,7 @@ def test_multistep_sends_activations_during_forward_pass(
             batch_size=64,
             workers=2,
             compute_time=1.0,
-            forward_share=0.9999,  # else backward would hide them as well
+            forward_share=0.9999,  # otherwise backward would hide them as well
             cluster=Cluster.model_validate(cluster),
             run_dir=tmp_path / kind.__name__,
             quiet=True,

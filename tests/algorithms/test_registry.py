@@ -1,4 +1,4 @@
-"""An algorithm is one file, inside the package or outside."""
+"""Registration of algorithms, each of which is one file inside or outside the package."""
 
 from __future__ import annotations
 

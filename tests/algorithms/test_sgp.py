@@ -1,4 +1,4 @@
-"""SGP and Overlap SGP: mass, mixing, trajectories, and whole runs."""
+"""SGP and Overlap SGP: sum of weights, mixing, trajectories and complete runs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_sgp_exponential_graph_has_powers_of_two(n: int, expected: list[int]) ->
 
 
 def mixed(n: int, steps: int, algorithm: str = "sgp", **job: Any) -> tuple[Tensor, Tensor]:
-    """The mixing matrix of so many steps without gradients, and the weights, from a real run."""
+    """Return the mixing matrix and the weights after a number of steps without gradients."""
     numel = max(n, 6)
     outcome = run(
         Job(
@@ -72,7 +72,7 @@ def test_sgp_mixing_is_doubly_stochastic(n: int) -> None:
         assert w.tolist() == [1.0] * n
         assert torch.allclose(matrix.sum(0), torch.ones(n).double(), atol=1e-6)
         assert torch.allclose(matrix.sum(1), torch.ones(n).double(), atol=1e-6)
-    assert (matrix > 0).all()  # after one period everyone has heard of everyone
+    assert (matrix > 0).all()  # after one period every worker has received from every other
 
 
 @pytest.mark.parametrize("n", [2, 4, 8, 16])
@@ -88,12 +88,12 @@ def test_sgp_average_is_exact_after_log2_n_steps(n: int) -> None:
 @pytest.mark.parametrize(
     "uneven",
     [{}, {"cluster": SLOW}, {"cluster": SLOW, "jitter": 0.03}, {"slowdown": {0: 1.3}}],
-    ids=["at-once", "slow", "jitter", "one-is-late"],  # others' messages come too early for it
+    ids=["at-once", "slow", "jitter", "one-is-late"],  # other messages arrive too early for it
 )
 def test_osgp_mixes_in_log2_n_steps_only_with_add_first(
     n: int, tau: int, uneven: dict[str, Any]
 ) -> None:
-    """Sent first, what has come goes on a step later, and everyone is far from the mean."""
+    """If models are sent before received messages are added, these propagate one step later."""
     away = {}
     for order in ORDERS:
         options = {"osgp": {"tau": tau, "order": order}}
@@ -114,9 +114,9 @@ def test_osgp_mixing_is_column_stochastic(n: int, order: str) -> None:
     assert sum(w.tolist()) == pytest.approx(n, abs=1e-12)
 
 
-# -- mass at any moment -----------------------------------------------------------------------
+# -- sum of weights at any moment -------------------------------------------------------------
 class Mass:
-    """Adds up all weights w: the workers' and those of messages that nobody has added yet."""
+    """Sums all weights w: those of the workers and of messages not added yet."""
 
     def __init__(self, n: int, path: list[int]) -> None:
         self.n, self.path = n, path
@@ -187,11 +187,11 @@ def test_sgp_weights_sum_to_n_at_any_moment(
 
 # -- trajectories ------------------------------------------------------------------------------
 Added = dict[int, list[tuple[list[int], list[int]]]]
-"""For each worker and step: of which steps it adds messages before it sends, and after."""
+"""For each worker and step: the steps whose messages it adds before and after it sends."""
 
 
 def transcribed(job: Job, outcome: Outcome, graph: str, added: Added) -> Tensor:
-    """The paper's rules in float64."""
+    """Apply the paper's rules in float64."""
     n, problem, options = job.workers, Quadratic(job.numel), job.options
     scale, optimum = problem.scale.double(), problem.optimum.double()
     path = hops(n, graph)
@@ -223,7 +223,7 @@ def transcribed(job: Job, outcome: Outcome, graph: str, added: Added) -> Tensor:
 
 
 def log_additions(added: Added) -> Callable[[Transport, object, SampleLease], None]:
-    """A probe that keeps what each worker adds in each step."""
+    """Return a probe that records what each worker adds in each step."""
 
     def probe(transport: Transport, worker: object, lease: SampleLease) -> None:
         assert isinstance(worker, SgpWorker)
@@ -271,7 +271,7 @@ def test_sgp_trajectory_matches_paper(algorithm: str, settings: dict[str, Any], 
     outcome = run(job)
     own = settings.get(algorithm, {})
     tau = 0 if algorithm == "sgp" else own["tau"]
-    for rows in added.values():  # every message once, in order, never more than tau late
+    for rows in added.values():  # every message once, in order, and at most tau steps late
         assert [step for row in rows for part in row for step in part] == list(range(11))
         assert all(0 <= k - step <= tau for k, row in enumerate(rows) for step in row[0] + row[1])
         assert all(step < k for k, row in enumerate(rows) for step in row[0])
@@ -283,7 +283,7 @@ def test_sgp_trajectory_matches_paper(algorithm: str, settings: dict[str, Any], 
     assert torch.allclose(outcome.locals, expected, rtol=1e-5, atol=1e-5)
 
 
-# -- whole runs --------------------------------------------------------------------------------
+# -- complete runs -----------------------------------------------------------------------------
 @pytest.mark.parametrize(("algorithm", "settings"), VARIANTS)
 @pytest.mark.parametrize("seed", range(10))
 def test_sgp_counters_balance_under_any_conditions(
@@ -295,7 +295,7 @@ def test_sgp_counters_balance_under_any_conditions(
     weights = [role(outcome, i).w for i in range(job.workers)]
     assert sum(weights) == pytest.approx(job.workers, abs=1e-12)
     steps = {role(outcome, i).steps for i in range(job.workers)}
-    assert len(steps) == 1  # lockstep, the empty parts of a last round included
+    assert len(steps) == 1  # in lockstep, including the empty parts of the last round
     assert not any(role(outcome, i).incoming for i in range(job.workers))
 
 
@@ -330,7 +330,7 @@ def test_osgp_does_not_wait_for_messages_of_current_step() -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_osgp_add_first_costs_no_time(seed: int) -> None:
-    """Messages leave and are waited for at the same moments, on any network."""
+    """Messages are sent and awaited at the same moments on any network."""
     waiting = []
     for order in ORDERS:
         job = any_job("osgp", 200 + seed, osgp={"tau": 1 + seed % 2, "order": order})

@@ -1,4 +1,4 @@
-"""An algorithm from outside the package: gradients up, models down."""
+"""An algorithm outside the package that pushes gradients and pulls models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ToyOptions(OwnOptions):
 
 
 class ToyWorker(TrainingWorker):
-    """Push the gradient, pull the model."""
+    """Pushes gradients and pulls models."""
 
     SAVED = TrainingWorker.SAVED | saved(outbox="link")
 
@@ -42,7 +42,7 @@ class ToyWorker(TrainingWorker):
 
 
 class ToyServer(ServerAlgorithm):
-    """Update, answer."""
+    """Applies gradients and answers with models."""
 
     def run(self) -> None:
         """Serve until every worker has ended the segment."""

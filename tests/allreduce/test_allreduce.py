@@ -1,4 +1,4 @@
-"""Sums over all ranks in virtual time, and the choice of who sums."""
+"""All-reduce in simulation, and selection of the all-reduce backend."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_allreduce_is_bit_identical_on_all_ranks(ranks: int, name: str, dtype: t
 
 
 def test_allreduce_adds_bf16_in_fp32() -> None:
-    """In bf16 256 + 1 is 256 again, however often."""
+    """In bf16, 256 + 1 is 256, however often 1 is added."""
 
     def main(transport: VirtualTransport) -> float:
         values = torch.full((5,), 256.0 if transport.rank == 0 else 1.0)
@@ -71,7 +71,7 @@ def test_ring_of_messages_takes_same_time_as_engine_allreduce(ranks: int) -> Non
 
 @pytest.mark.parametrize("name", ["mpi", "ring"])
 def test_ring_leaves_each_host_once(name: str) -> None:
-    """Two ranks of eight on each host, dealt out in turn."""
+    """Eight ranks, two per host, placed cyclically."""
 
     def main(transport: VirtualTransport) -> dict[str, list[int]]:
         reducer = choose.make(name, transport, META)
@@ -108,9 +108,9 @@ def test_allreduce_of_sizes_takes_same_time_and_bytes_as_of_values(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_allreduce_overlaps_with_computing(dtype: torch.dtype) -> None:
-    """A bucket started before long computing costs no waiting, but for what bf16 leaves over.
+    """A bucket started before long computing causes no waiting, except for part of a bf16 sum.
 
-    The second half of bf16 begins at the next start.
+    The second half of a bf16 sum begins when the next bucket starts.
     """
 
     def main(transport: VirtualTransport) -> tuple[float, float]:
@@ -141,7 +141,7 @@ def test_allreduce_counts_waiting_for_slowest_rank(dtype: torch.dtype) -> None:
     assert waits[1] == pytest.approx(0.0, abs=0.01)
 
 
-# -- the choice ---------------------------------------------------------------------
+# -- backend selection --------------------------------------------------------------
 @pytest.mark.parametrize("name", ["horovod", "torch"])
 def test_virtual_time_rejects_real_allreduce_backends(name: str) -> None:
     with pytest.raises(UserError, match=rf"all-reduce: .*\bauto, ring or mpi\b.*\b{name}\b"):
@@ -163,7 +163,7 @@ def test_allreduce_describe_names_backend_and_dtype(name: str) -> None:
     assert "messages" in bf16 and "bfloat16" in bf16 and "float32" in bf16
 
 
-# -- the convention -------------------------------------------------------------------
+# -- conventional volumes -------------------------------------------------------------
 def test_collective_volumes_match_ring() -> None:
     assert collectives.allreduce_bytes(1000, 4) == 1500
     assert collectives.allgather_bytes(1000, 4) == 3000

@@ -1,4 +1,4 @@
-"""``make horovod``: what its script refuses, that it builds once, and that what it builds works."""
+"""``make horovod``: rejected environments, caching, and the resulting build."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.run_program import run_program
 
 SCRIPT = "tools/build-horovod.sh"
 TOOLS = ("bash", "cat", "cmp", "cp", "dirname", "grep", "gzip", "mktemp", "mv", "nproc", "rm", "sh")
-"""Commands that the script may count on, besides those that it looks for."""
+"""Commands that the script may use in addition to those that it checks for."""
 COMPILERS = ("c++", "make", "mpicxx", "cmake")
 
-# The real Python, but pip installs nothing: it notes that it was called. A "download" is a copy.
+# The real Python, with a pip that installs nothing and records its calls. A "download" is a copy.
 PYTHON = """#!/bin/sh
 case "$*" in
 *"pip download"*) echo download >>"{folder}/calls"; cp "{folder}/horovod-0.28.1.tar.gz" "${{10}}" ;;
@@ -39,7 +39,7 @@ SOURCES = {
 
 
 class House:
-    """A place with the script, an environment that installs nothing, and chosen tools."""
+    """A folder with the script, an environment that installs nothing, and selected tools."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -57,13 +57,13 @@ class House:
         self.sources(SOURCES)
 
     def environment(self, options: str = "") -> None:
-        """Make .venv, whose Python is this one, called with ``options``."""
+        """Create .venv with this Python, by a call with ``options``."""
         (self.folder / ".venv" / "bin").mkdir(parents=True, exist_ok=True)
         text = PYTHON.format(folder=self.folder, python=sys.executable, options=options)
         self._program(self.folder / ".venv" / "bin" / "python", text)
 
     def sources(self, files: dict[str, str]) -> None:
-        """Put ``files`` up for download."""
+        """Provide ``files`` for download."""
         for name, text in files.items():
             file = self.folder / "horovod-0.28.1" / name
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ class House:
         )
 
     def refusal(self, **env: str) -> str:
-        """What a call says that must fail and install nothing."""
+        """Run the script, which must fail without installing anything; return its message."""
         completed = self.build(**env)
         assert completed.returncode == 1, repr(completed)
         assert not (self.folder / ".venv" / ".installed-horovod").exists()
@@ -97,7 +97,7 @@ class House:
         return completed.stderr
 
     def calls(self) -> list[str]:
-        """What pip was called for."""
+        """Return the recorded calls of pip."""
         file = self.folder / "calls"
         return file.read_text().split() if file.exists() else []
 
@@ -117,7 +117,7 @@ def test_horovod_build_names_missing_tool(house: House, tool: str, name: str) ->
 
 
 def test_horovod_build_names_missing_cmake(house: House) -> None:
-    """pip brings it, so this is seen later."""
+    """pip provides CMake, so it is detected later."""
     (house.folder / "bin" / "cmake").unlink()
     assert "'cmake'" in house.refusal()
 

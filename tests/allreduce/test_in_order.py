@@ -1,4 +1,4 @@
-"""The queue of collectives: its order, how many are under way, and what multistep gains by that."""
+"""Queue of collectives: order, number of pending operations, and its effect on multistep."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SIZE = 1_000_000
 
 
 class Watching(TransportWrapper):
-    """Notes which collectives are started, and how many are under way then."""
+    """Records started collectives and the number of pending ones at each start."""
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner)
@@ -50,7 +50,7 @@ class Watching(TransportWrapper):
 
 
 def gathers(order: InOrder, transport: Transport, count: int, after: Event | None) -> list[Queued]:
-    """Put so many all-gathers into the queue."""
+    """Add ``count`` all-gathers to the queue."""
     mine, size = meta(SIZE), transport.size
     return [
         order.put(lambda: transport.iallgather(mine, meta(size * SIZE)), after)
@@ -66,7 +66,7 @@ def test_queue_starts_next_collective_while_rank_computes(ranks: int, most: int)
         watching = Watching(t)
         queued = gathers(InOrder(watching, most), watching, 7, None)
         assert [each.request is not None for each in queued] == [True] * most + [False] * (7 - most)
-        t.sleep(10.0)  # without a look at the queue
+        t.sleep(10.0)  # without polling the queue
         assert all(each.request is not None and each.request.done for each in queued)
         assert t.traffic.waiting == 0.0
         return watching.counts
@@ -81,7 +81,7 @@ def test_queue_serves_wait_for_collective_not_yet_started() -> None:
         queued = gathers(order, t, 6, None)
         order.wait(queued[4])
         is_complete = [each.request is not None and each.request.done for each in queued]
-        order.wait(queued[1])  # ended before
+        order.wait(queued[1])  # completed before
         order.wait(queued[5])
         return is_complete
 
@@ -90,7 +90,7 @@ def test_queue_serves_wait_for_collective_not_yet_started() -> None:
 
 
 class Moment:
-    """An event of virtual time."""
+    """An event at a simulated time."""
 
     def __init__(self, transport: Transport, at: float) -> None:
         self._transport = transport
@@ -110,7 +110,7 @@ def test_queue_holds_later_collectives_until_buffer_is_filled() -> None:
         assert slow.request is None and last.request is None and t.now() < 0.5
         order.wait(last)
         assert slow.request is not None
-        # The slowest rank's buffer is full after 1.3 s; each looks again soon after its own is.
+        # The slowest rank's buffer is full after 1.3 s; each polls again soon after its own is.
         assert 1.3 <= t.now() < 1.3 + 10 * EVENT_POLL + 0.1
         order.wait(slow)
 
@@ -133,7 +133,7 @@ def test_rank_failure_ends_queued_collectives() -> None:
     assert all("rank 3 (host 3)" in error for error in errors[:3])
 
 
-# -- in multistep -----------------------------------------------------------------------------
+# -- with multistep ---------------------------------------------------------------------------
 SLOW = network(local_bandwidth_gbit=1e-2, delay_us=20_000)
 
 
@@ -183,7 +183,7 @@ def started(job: Job, transport: Transport) -> list[tuple[str, int]]:
 
 
 def speed_up(run_dir: Path, workers: int, megabytes: float) -> float:
-    """Of a timed run: 1 second for a step, a message of 1 MB takes 2 ms."""
+    """Return the speedup of a timed run with steps of 1 s and 2 ms per message of 1 MB."""
     options = SimulateOptions(
         algorithm="multistep",
         compute="timed",
@@ -204,8 +204,8 @@ def speed_up(run_dir: Path, workers: int, megabytes: float) -> float:
 def test_multistep_overlaps_all_gathers_with_forward_pass(
     tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # 120 MB (n - 1)/n take up to 0.21 s there, and as much back: backward has two thirds of a
-    # second, forward one.
+    # 120 MB (n - 1)/n take up to 0.21 s per direction; backward has two thirds of a second,
+    # forward one third.
     hidden = speed_up(tmp_path / "few", workers, 120.0)
     assert 0.95 * workers < hidden <= workers
     monkeypatch.setattr(compressed.InOrder.__init__, "__defaults__", (UNBOUNDED,))
@@ -215,8 +215,8 @@ def test_multistep_overlaps_all_gathers_with_forward_pass(
 
 @pytest.mark.parametrize("workers", [4, 8])
 def test_multistep_keeps_saturated_links_busy(tmp_path: Path, workers: int) -> None:
-    # 300 MB (n - 1)/n need 0.45 s (4 workers) or 0.53 s (8) back, of which a third of a second
-    # hides: nothing is faster than that, and little more is lost.
+    # 300 MB (n - 1)/n take 0.45 s (4 workers) or 0.53 s (8) back, a third of a second of which is
+    # hidden: no run can be faster, and little more is lost.
     least = 1.0 + 300e6 * (workers - 1) / workers / 0.5e9 - 1 / 3
     seconds = workers / speed_up(tmp_path / "run", workers, 300.0)
     assert least * 0.99 < seconds < least * 1.05

@@ -1,4 +1,4 @@
-"""Programs that benchmarks start are warm: here no speed is judged."""
+"""Start the benchmarks' programs in warm processes: no speed is judged here."""
 
 from __future__ import annotations
 

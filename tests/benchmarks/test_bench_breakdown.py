@@ -1,4 +1,4 @@
-"""The benchmark of where a worker's time goes."""
+"""Benchmark of the breakdown of a worker's time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks import breakdown
 
 
 def test_breakdown_shows_synchronous_worker_waiting() -> None:
-    """A synchronous worker waits for messages and for others; ALADDIN's does not."""
+    """A synchronous worker waits for messages and for other workers; ALADDIN's does not."""
     waits = breakdown.row("resnet50", "ar-sgd", [4])
     assert 1 < waits["4 workers"] < waits["4, at the end"] < 60
     asymmetric = breakdown.row("resnet50", "aladdin", [4])

@@ -1,4 +1,4 @@
-"""What is measured of the network lab for virtual time."""
+"""Calibration of the simulator by measurements of the network lab."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def test_calibration_runs_in_network_lab(
     expected = [(path, nbytes) for path in calibration.PATHS for nbytes in calibration.SIZES]
     expected += [(calibration.CROWD, nbytes) for nbytes in calibration.CROWD_SIZES]
     assert [(r["path"], r["bytes"]) for r in rows] == expected
-    # What leaves a host is counted once, and is never more than its link carries.
+    # Each byte that leaves a host is counted once, and a link carries no more than its rate.
     assert all(0.2 < r["each, Gbit/s"] < 1.0 for r in rows if r["path"] == calibration.CROWD)
-    # 4 MB at 1 Gbit/s take 32 ms, less what the lab's buckets and sockets take at once.
+    # 4 MB at 1 Gbit/s take 32 ms, minus what the lab's token buckets and sockets absorb at once.
     assert all(
         r["one, ms"] > 25 for r in rows if (r["path"], r["bytes"]) == ("between hosts", 4_000_000)
     )

@@ -1,4 +1,4 @@
-"""Cells of the study's tables: how they are run, read, kept and judged."""
+"""Cells of the study's tables: running, reading, storing and checking them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def metrics(*moments: tuple[int, float]) -> list[dict[str, Any]]:
     return [{"kind": "train", "samples": s, "seconds": t} for s, t in moments]
 
 
-# All are drawn after 5 s; the last line is the end of the run.
+# All samples are leased after 5 s; the last line is the end of the run.
 LINES = metrics((8, 2.0), (16, 3.0), (48, 4.0), (80, 5.0), (80, 10.0))
 
 
@@ -59,18 +59,18 @@ def test_cell_row_has_whole_and_settled_throughput() -> None:
     assert outcome["whole run"] == pytest.approx(8.0 * 0.5)
     assert outcome["speed-up"] == pytest.approx((80 - 16) / (5.0 - 3.0) * 0.5)
     assert outcome["coalesced"] == 0.25
-    # Workers that take their steps in rounds all end with the run.
+    # Synchronous workers all end with the run.
     assert row(cell(algorithm="bsp"), SUMMARY, LINES)["speed-up"] == pytest.approx(8.0 * 0.5)
 
 
-def test_settled_rate_is_robust_against_bunched_lines() -> None:
+def test_settled_rate_tolerates_bunched_log_lines() -> None:
     at_ends = metrics((16, 3.4), (32, 4.0), (48, 5.0), (64, 6.0), (80, 6.6))
     rate = settled_rate(at_ends, 80, cell())
     by_ends = (80 - 16) / (6.6 - 3.4)
     assert abs(rate - 16) < abs(by_ends - 16)
 
 
-def test_settled_rate_is_zero_without_enough_lines() -> None:
+def test_settled_rate_is_zero_with_too_few_log_lines() -> None:
     assert settled_rate([], 80, cell()) == 0.0
     assert settled_rate(metrics((80, 5.0)), 80, cell()) == 0.0
     assert settled_rate(metrics((16, 3.0), (48, 5.0)), 80, cell()) == 0.0
@@ -88,7 +88,7 @@ def test_cell_size_follows_slowest_worker_if_synchronous() -> None:
     assert cell(100.0, "bsp").samples == cell(100.0, "ssp").samples == 80
     assert cell(100.0, "asp").samples == 72
     assert study.iterations("vgg16", "bsp", 100.0, 20.0) == study.FEWEST
-    # Behind the three steps by which a worker may be ahead some are left to be counted.
+    # Steps remain to be counted after the three by which a worker may be ahead.
     few = study.iterations("vgg16", "ssp", 100.0, 20.0)
     assert 8 * few - cell(100.0, "ssp", few).settled_from >= 2 * 8
 
@@ -133,18 +133,18 @@ def result(
     return study.Result(about_cell, {"virtual": virtual, "real": real})
 
 
-def test_straggler_bars_are_checked() -> None:
+def test_straggler_thresholds_are_checked() -> None:
     assert not stragglers.missed([result(7.0)])
     assert "97%" in " ".join(stragglers.missed([result(6.8)]))
     assert "5.49" in " ".join(stragglers.missed([result(5.4)]))
-    # A worker that adds up what its link cannot take keeps its pace whatever the network does.
+    # A worker that coalesces what its link cannot carry keeps its pace on any network.
     assert not stragglers.missed([result(7.0, coalesced=0.2)])
     (line,) = stragglers.missed([result(7.0, coalesced=0.25)])
     assert "5.25" in line
     assert "3 gradients" in " ".join(stragglers.missed([result(7.0, dropped=3)]))
 
 
-def test_agreement_bar_is_checked() -> None:
+def test_agreement_threshold_is_checked() -> None:
     close, far = result(7.0, 7.3), result(7.0, 6.5)
     assert [abs(r.error or 0) for r in agreement.by_error([close, far])] == [
         pytest.approx(0.5 / 7),
@@ -154,7 +154,7 @@ def test_agreement_bar_is_checked() -> None:
     assert "-7.1%" in line
 
 
-def test_published_figures_agree() -> None:
+def test_published_figures_agree_with_table_3() -> None:
     """Figure 5 at eight workers and figure 8b at pi 4 are cells of table 3."""
     for workload in ("resnet50", "vgg16"):
         for name in ("aladdin", "ar-sgd", "sgp"):
@@ -169,7 +169,7 @@ def test_study_tables_share_cells() -> None:
         quick=False, computing=20.0, workload=["resnet50", "vgg16"], engine=None
     )
     every = agreement.cells(args)
-    assert len(every) - len(set(every)) == 2 * (6 + 1)  # eight workers alike, and pi 4
+    assert len(every) - len(set(every)) == 2 * (6 + 1)  # eight workers, also with pi 4
     assert len(set(every)) == 72 + 2 * (6 * 2 + 2)
 
 
@@ -191,7 +191,7 @@ def test_dry_run_prints_plan_and_runs_nothing(
     assert len(lines) == 5
 
 
-def test_quick_pass_follows_typed_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_pass_keeps_options_of_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--quick", "--dry-run", "--workload", "vgg16", "--algorithm", "asp"]
     assert stragglers.main([*words, "--slowdown", "2"]) == 0
     first, _ = printed(capsys).splitlines()
@@ -253,7 +253,7 @@ def test_agreement_requires_both_engines(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.timeout(1250)
 @needs_lab
 def test_agreement_runs_over_mpi_and_resumes(tmp_path: Path) -> None:
-    """A pass in the lab, stopped after its cells: the second start runs none of them again."""
+    """A pass in the lab is stopped after its cells; the second start runs none of them again."""
     words = ["--quick", "--computing", "0.75", "--work", str(tmp_path), "--save", str(tmp_path)]
     command = [sys.executable, "-m", "benchmarks.agreement", *words]
     first, second = (

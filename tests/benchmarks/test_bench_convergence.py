@@ -1,4 +1,4 @@
-"""The benchmark of learning: what it makes of the runs' files."""
+"""Benchmark of convergence: evaluation of the runs' files."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def test_target_crossing_lies_between_evaluations() -> None:
 
 
 def settled(*words: str) -> argparse.Namespace:
-    """Arguments, of a folder that need not be there."""
+    """Return parsed arguments with a folder that need not exist."""
     return convergence._arguments(["--data-dir", "images", "--kept-only", *words])
 
 
 def test_convergence_parts_place_peers_in_blocks() -> None:
-    """Dealt in turn, each hop of a ring would leave its host."""
+    """With cyclic placement, each hop of a ring would leave its host."""
     args = settled()
     for part in convergence_parts.parts(args):
         for run in plan.plan(read_request(part.command(args, Path("out"))[3:]), Path("out")):
@@ -64,7 +64,7 @@ def test_convergence_parts_place_peers_in_blocks() -> None:
             assert options.cluster.placement == ("cyclic" if served else "block"), run.title
 
 
-def test_convergence_bars_are_checked() -> None:
+def test_convergence_thresholds_are_checked() -> None:
     sync = {"part": "vgg", "algorithm": "ar-sgd", "accuracy": "80.00 ± 0.10", "faster": 1.0}
     ours = {"part": "vgg", "algorithm": "aladdin", "accuracy": "79.75", "faster": 2.6}
     assert bars.missed([sync, ours]) == []
@@ -76,7 +76,7 @@ def test_convergence_bars_are_checked() -> None:
     assert "never" in text
 
 
-def test_convergence_bars_of_aladdin_ahead_are_checked() -> None:
+def test_convergence_thresholds_of_aladdin_ahead_are_checked() -> None:
     base = {"part": "ahead, 8 workers", "algorithm": "ar-sgd, nesterov", "accuracy": "70.00 ± 0.10"}
     ours = {"part": "ahead, 8 workers", "algorithm": "aladdin-ahead", "accuracy": "69.75"}
     assert bars.missed([base, {**ours, "samples to loss": "1.05, 0.97"}]) == []
@@ -87,7 +87,7 @@ def test_convergence_bars_of_aladdin_ahead_are_checked() -> None:
     assert "0.40 points" in text
 
 
-def test_convergence_bars_with_slow_worker_are_checked() -> None:
+def test_convergence_thresholds_with_slow_worker_are_checked() -> None:
     alike = {"part": "ahead, 8 workers", "algorithm": "aladdin-ahead", "accuracy": "70.00"}
     slow = {**alike, "part": "slow 10", "accuracy": "69.60", "faster": 6.1}
     assert bars.missed([alike, slow]) == []
@@ -95,11 +95,11 @@ def test_convergence_bars_with_slow_worker_are_checked() -> None:
     assert "5.90" in text
     (text,) = bars.missed([alike, {**slow, "accuracy": "69.40"}])
     assert "0.60 points" in text
-    # Only time with a worker ten times slower has a bar.
+    # Only the time with a worker ten times slower has a threshold.
     assert bars.missed([alike, {**slow, "part": "slow 2", "faster": 1.5}]) == []
 
 
-def test_convergence_bars_with_vgg_timing_are_checked() -> None:
+def test_convergence_thresholds_with_vgg_timing_are_checked() -> None:
     first: dict[str, Any] = {"part": "ahead, vgg", "algorithm": "aladdin-ahead"}
     first |= {"faster": 1.25, "speed-up": 7.99, "to target, s": 400.0}
     other = {"part": "vgg", "algorithm": "osgp", "to target, s": 401.0}
@@ -110,7 +110,7 @@ def test_convergence_bars_with_vgg_timing_are_checked() -> None:
     assert "1.10" in slower and "7.50" in less
 
 
-def test_race_picture_orders_algorithms_by_slow_race(tmp_path: Path) -> None:
+def test_race_plot_orders_algorithms_by_race_with_slow_worker(tmp_path: Path) -> None:
     times = {"a": (10.0, 200.0), "b": (20.0, 30.0), "c": (15.0, None)}
     table = [
         {"part": part, "algorithm": name, "target": 65.0, "to target, s": times[name][turn]}
@@ -125,7 +125,7 @@ def test_race_picture_orders_algorithms_by_slow_race(tmp_path: Path) -> None:
 
 
 def test_sample_ratio_compares_loss_curves() -> None:
-    """Straight lines down from 4 to 0, the second at half the pace."""
+    """Straight lines from 4 to 0, the second with half the slope."""
 
     def lines(pace: float) -> list[dict[str, Any]]:
         return [{"samples": 100 * i, "loss": 4 - pace * (i - 0.5)} for i in range(1, 41)]
@@ -134,7 +134,7 @@ def test_sample_ratio_compares_loss_curves() -> None:
     assert ratio(base, base, 0.5) == pytest.approx(1, abs=0.01)
     assert ratio(slow, base, 0.25) == pytest.approx(2, abs=0.01)
     assert ratio(slow, base, 0.7) is None
-    # Of two seeds the mean curve counts, not the mean of two moments.
+    # With two seeds, the mean curve is used, not the mean of two times.
     assert ratio([lines(0.05), lines(0.15)], base, 0.5) == pytest.approx(1, abs=0.01)
 
 
@@ -143,14 +143,14 @@ def test_convergence_rejects_folder_without_images(tmp_path: Path) -> None:
         convergence.main(["--data-dir", str(tmp_path)])
 
 
-def test_convergence_quick_pass_keeps_typed_options() -> None:
+def test_convergence_quick_pass_keeps_options_of_command_line() -> None:
     args = convergence._arguments(["--quick", "--parts", "ablation", "--epochs", "1"])
     assert (args.parts, args.epochs, args.workers) == (["ablation"], 1.0, 4)
     assert convergence._arguments(["--quick"]).parts == ["vgg"]
 
 
-def test_stand_in_gradient_takes_its_share_of_a_step() -> None:
-    """Of the small network as of the large one, at 10 Gbit/s."""
+def test_substitute_gradient_takes_its_share_of_a_step() -> None:
+    """The share is the same for the small network and the original, at 10 Gbit/s."""
     for stand in stands.STANDS.values():
         words = stand.options()
         gbit = float(words[words.index("--bandwidth-gbit") + 1])
@@ -158,7 +158,7 @@ def test_stand_in_gradient_takes_its_share_of_a_step() -> None:
 
 
 def test_convergence_parts_are_valid_comparisons() -> None:
-    """`aladdin_mpi.compare` takes each part's command, and names its runs as the table does."""
+    """`aladdin_mpi.compare` accepts each part's command and names its runs as the table does."""
     args = settled("--lr", "0.01")
     outcome = convergence_parts.parts(args)
     names = [part.name for part in outcome]

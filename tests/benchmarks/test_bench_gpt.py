@@ -1,4 +1,4 @@
-"""What `benchmarks.gpt` says of its runs, which are in the folder already."""
+"""Check of stored runs by `benchmarks.gpt`."""
 
 from __future__ import annotations
 
@@ -29,4 +29,4 @@ def test_gpt_check_compares_mean_losses_with_all_reduce(
     printed = capsys.readouterr().out
     assert "2.000 ± 0.141" in printed
     assert ("aladdin with 2 workers: 1.025 " in printed) is bool(status)
-    assert "easgd with" not in printed  # nothing is expected of it
+    assert "easgd with" not in printed  # has no expected value

@@ -1,4 +1,4 @@
-"""The IPDPS 2021 study in virtual time: a few of its cells, and the arithmetic of its table."""
+"""Simulation of the IPDPS 2021 study: some of its cells, and the calculations of its table."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_ipdps_runs_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ("ad-psgd", 5.33),
     ]
     for row in rows:
-        # The fewer assumptions, the faster; none is faster than its workers.
+        # Fewer assumptions make a run faster, but never faster than its workers.
         assert row["hosts"] <= 1.02 * row["links"] <= 8.3
         assert row["ratio, links"] == pytest.approx(row["links"] / row["published"])
     assert rows[1]["third"] < 0.7 * rows[1]["hosts"], "0.55 s longer than 0.66 s"
@@ -43,8 +43,8 @@ def test_ipdps_runs_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert again.out.splitlines()[4:6] == first.out.splitlines()[4:6]
 
 
-def test_single_server_is_bound_by_its_memory() -> None:
-    """Each gradient of VGG-16 moves seven times its bytes, and takes 1 ms a message."""
+def test_single_server_is_limited_by_memory_bandwidth() -> None:
+    """Each gradient of VGG-16 moves seven times its bytes, and each message takes 1 ms."""
     run = Run("vgg16", 56, "asp", 24, "none", cluster=ipdps.HOSTS)
     megabytes = 4 * 138.36
     messages = 2 * -(-megabytes // NETWORKS["vgg16"].bucket_mb)
@@ -97,8 +97,8 @@ def test_ipdps_rate_is_measured_between_two_lines() -> None:
     assert rate(lines, whole=10, first=4, last=5) == pytest.approx(20.0)
 
 
-def test_figures_2_and_4_of_study_agree() -> None:
-    """24 workers with sharding and wait-free backpropagation; by 16 % in one place."""
+def test_figures_2_and_4_of_study_are_consistent() -> None:
+    """24 workers with sharding and wait-free backpropagation; one value differs by 16 %."""
     for panel, bars in FIGURE_4.items():
         for algorithm, values in bars.items():
             assert values[2] == pytest.approx(FIGURE_2[panel][algorithm][24], rel=0.16)
@@ -121,14 +121,14 @@ def test_ipdps_reasons_explain_deviations_beyond_a_quarter() -> None:
     third = row(links=20.0, hosts=20.0, third=9.0) | {"with": "DF"}
     assert ipdps_reasons.reason(third) == "A, D, F"
     ring = row(algorithm="ar-sgd", network="vgg16", links=20.0, hosts=2.0, published=5.8)
-    # 7 of 8 workers send 2 x 23/24 of 553.4 MB inside their machine, in 2.07 s and 0.44 s before.
+    # 7 of 8 workers send 2 x 23/24 of 553.4 MB in their machine, in 2.07 s plus 0.44 s before.
     assert "24 Gbit/s" in ipdps_reasons.reason(ring)
     assert ipdps_reasons.explained(third) == 9.0
     other = row(links=9.6, hosts=9.5, published=7.47)
     assert re.match(r"A; .*figure 2\b.*\b8\.67\b", ipdps_reasons.reason(other))
     assert ipdps_reasons.explained(row(links=12.0, hosts=10.0)) == 12.0
     assert ipdps_reasons.explained(row(links=20.0, hosts=15.0)) == 15.0
-    # Neither what a ring would need nor what a sum of parts gives is a reason for any value.
+    # The explanations by ring traffic and by partial sums do not apply to every value.
     assert ipdps_reasons.reason({**ring, "published": 500.0}) == ""
     parts = row(algorithm="bsp", network="vgg16", stage="none", links=5.6, hosts=3.15)
     assert "six groups" in ipdps_reasons.reason({**parts, "published": 1.74})

@@ -1,4 +1,4 @@
-"""benchmarks.large: small curves end to end, and the arithmetic of knees and predictions."""
+"""benchmarks.large: small curves end to end, and the calculation of knees and predictions."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_store_ignores_points_of_other_options(
     points, case = tmp_path / "points.jsonl", Case("asp", "vgg16", 8, 1, 10.0)
     large.Store(points).put(case, {"speed_up": 7.0})
     with points.open("a") as file:
-        file.write('{"case": {"algo')  # killed while it wrote
+        file.write('{"case": {"algo')  # killed while writing
     assert large.Store(points).get(case) == {"speed_up": 7.0}
     assert points.read_text().count("\n") == 1 and "algo\n" not in points.read_text()
     monkeypatch.setattr(cases, "JITTER", 0.01)
@@ -83,10 +83,10 @@ def test_kept_only_requires_finished_points(
 
 
 # -- single points ----------------------------------------------------------------------
-def test_asp_is_bound_by_server_links() -> None:
-    """24 gradients of 94 MB a step and one server at 10 Gbit/s: the link's bytes decide."""
+def test_asp_is_limited_by_server_links() -> None:
+    """24 gradients of 94 MB per step and one server at 10 Gbit/s: the link is the bottleneck."""
     result = simulated("asp", 32, 10.0, servers=1)
-    # The 8 workers on the server's own host do not use its link, and are as fast as alone.
+    # The 8 workers on the server's host do not use its link, and are as fast as alone.
     expected = 8 + 1.25e9 / 94e6 * 0.447
     assert result["speed_up"] == pytest.approx(expected, rel=0.05)
     bound = efficiency(curve("asp", "resnet50", 10.0, 1), 32, overlapped=True)
@@ -139,7 +139,7 @@ def test_predictions_equal_bytes_over_link_rate() -> None:
     line = curve("asp", "resnet50", 10.0, 4)
     result = load(line, 64)
     assert result is not None
-    # A server's host: a quarter of 56 others' gradients; models of three servers for its eight.
+    # A server's host: a quarter of the gradients of 56 workers; models of three servers for its 8.
     assert result.into == pytest.approx(56 / 4 + 8 * 3 / 4)
     step = result.into * 94e6 / 1.25e9
     assert efficiency(line, 64, overlapped=True) == pytest.approx(0.447 / step)
@@ -149,7 +149,7 @@ def test_predictions_equal_bytes_over_link_rate() -> None:
     assert early.workers < late.workers < 64
 
 
-def test_more_servers_and_faster_links_move_the_predicted_knee() -> None:
+def test_predicted_knee_moves_with_servers_and_link_rate() -> None:
     def at(gbit: float, servers: int) -> float:
         result = predicted_knee(curve("aladdin", "vgg16", gbit, servers), overlapped=True)
         assert result is not None
@@ -165,7 +165,7 @@ def found_of(algorithm: str, speed_ups: dict[int, float], busy: float) -> Found:
     return Found(line, [(n, {"speed_up": value, **figures}) for n, value in speed_ups.items()])
 
 
-def test_row_names_limit() -> None:
+def test_large_study_row_names_bottleneck() -> None:
     speeds = {8: 8.0, 16: 16.0, 32: 16.0}
     assert limit(found_of("asp", speeds, busy=0.95)) == "link is full"
     assert limit(found_of("asp", speeds, busy=0.5)) == "waits, links not full"
@@ -180,7 +180,7 @@ def test_aladdin_knee_counts_gradients_sent_alone() -> None:
     assert Found(result.curve, halved).knee == Knee(8, -1)
 
 
-def test_words_name_moved_knee() -> None:
+def test_text_reports_moved_knee() -> None:
     lines = [curve("asp", "vgg16", USUAL_LINK, servers) for servers in (4, 16)]
     points = [found_of("asp", {8: 8.0, 16: last, 32: 8.0}, 1.0).points for last in (9.6, 16.0)]
     said = words([Found(line, each) for line, each in zip(lines, points, strict=True)])

@@ -1,4 +1,4 @@
-"""The adviser's sample efficiencies are those of the kept runs."""
+"""The adviser's sample efficiencies equal those of the stored runs."""
 
 from __future__ import annotations
 

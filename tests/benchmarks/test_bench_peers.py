@@ -1,4 +1,4 @@
-"""The benchmarks of a gradient's way and of peers: tiny runs, and the tables' arithmetic."""
+"""Benchmarks of a gradient's path and of peer libraries: tiny runs, and table calculations."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_peers_benchmark_runs_every_contender(tmp_path: Path) -> None:
 
 
 def test_mean_step_excludes_end_of_run() -> None:
-    """The last step() saves the model besides."""
+    """The last step() also saves the model."""
     warm_up, measured, last = [1.0, 2.0], [2.5, 3.0, 3.5], [103.5]
     assert mean_step([*warm_up, *measured, *last], len(warm_up)) == 0.5
 
@@ -62,10 +62,10 @@ def test_gradient_benchmark_keeps_memory_pass_budget(tmp_path: Path) -> None:
     saved = run_script("gradient", tmp_path, "--quick", "--check")
     rows = {(row["at"], row["what"]): row for row in saved["rows"]}
     assert gradient.BUDGET.keys() <= rows.keys()
-    # Three buckets of at most 40 kB, and a header before them.
+    # Three buckets of at most 40 kB, preceded by a header.
     assert rows["worker", "sent GRADIENT"]["times"] == pytest.approx(1 + 3, abs=0.2)
     assert rows["worker", "backward"]["read, gradients"] == pytest.approx(1, abs=0.05)
-    # A model in answer to every fourth gradient of a worker, in three buckets with headers.
+    # A model in response to every fourth gradient of a worker, in three buckets with headers.
     assert rows["server", "sent MODEL"]["times"] == pytest.approx(6 / 4, abs=0.3)
     assert rows["server", "polls by the rank"]["times"] > 0
 
@@ -76,7 +76,7 @@ def test_kernels_benchmark_runs(tmp_path: Path) -> None:
     assert all(row["here, ms"] > 0 and row["plain, ms"] > 0 for row in rows)
 
 
-def test_heap_benchmark_compares_kept_and_freed_memory(tmp_path: Path) -> None:
+def test_heap_benchmark_compares_retained_and_freed_memory(tmp_path: Path) -> None:
     (row,) = run_script("heap", tmp_path, "--quick")["rows"]
     assert row["model"] == "digits"
     assert row["ratio"] == row["memory kept, ms"] / row["step by itself, ms"]
@@ -85,8 +85,8 @@ def test_heap_benchmark_compares_kept_and_freed_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["momentum", "update"])
-def test_kernel_variants_compute_the_same(kernel: str) -> None:
-    """Both ways change the same memory alike, bit by bit."""
+def test_kernel_variants_compute_equal_results(kernel: str) -> None:
+    """Both variants change the same memory bit-identically."""
     result = []
     for way in range(2):
         torch.manual_seed(1)
@@ -104,7 +104,7 @@ def test_kernel_variants_compute_the_same(kernel: str) -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_quantise_kernel_variants_leave_the_same_error(bits: int) -> None:
-    """Both ways leave as much to be sent later."""
+    """Both variants leave the same residual."""
     left = []
     for way in range(2):
         torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""The reduced pass of all benchmarks, and the page that lists them."""
+"""Reduced pass of all benchmarks, and the page that lists them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark scripts: tiny runs of each, and the arithmetic of their tables."""
+"""Benchmark scripts: tiny runs, and the calculations of their tables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(280)
 
 
 def run_script(name: str, folder: Path, *args: str) -> dict[str, Any]:
-    """Run a script with --save and return what it saved; speeds are not judged."""
+    """Run a script with --save and return the saved result; speeds are not judged."""
     command = [sys.executable, "-m", f"benchmarks.{name}", "--save", str(folder), *args]
     completed = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=270)
     assert completed.returncode == 0, completed.stdout + completed.stderr
@@ -40,7 +40,7 @@ def test_progress_benchmark_runs(tmp_path: Path) -> None:
     rows = run_script("progress", tmp_path, *sizes)["rows"]
     assert len(rows) == 3 * 2 * 2 * 2
     assert {row["computing"] for row in rows} == {"sleep", "torch", "python"}
-    # 2 MB at 1 Gbit/s: the lab's limit holds, but for what its buckets and sockets take at once.
+    # 2 MB at 1 Gbit/s: the lab's limit holds, except for what token buckets and sockets absorb.
     assert all(row["wire, s"] > 0.002 for row in rows)
     assert all(row["wait, s"] >= 0 for row in rows)
 
@@ -93,7 +93,7 @@ def test_throughput_benchmark_runs(tmp_path: Path) -> None:
     assert len(rows) == 1
     assert 0 < rows[0]["speed-up"] <= 2
     assert 0 <= rows[0]["wait fraction"] < 1
-    # The option after "--" has come through: half the bytes of 9.4 MB.
+    # The option after "--" was passed on: half the bytes of 9.4 MB.
     assert rows[0]["sent by a step, MB"] == pytest.approx(4.7, rel=0.01)
 
 
@@ -102,7 +102,7 @@ def times(waited: float, rounds: int = 0) -> dict[str, float]:
 
 
 def overlap_records(wait: float, both: bool) -> list[dict[str, Any]]:
-    """A sender that waits for ``wait`` s of 0.4 s on the wire, its receiver for 0.3 s."""
+    """Return records of a sender that waits ``wait`` of 0.4 s on the wire, its receiver 0.3 s."""
     case = {"both": both, "progress": True}
     alone, sent = {"message_mb": 0.0, "progress": False}, {"message_mb": 4.0}
     return [
@@ -147,7 +147,7 @@ def test_intake_compares_medians() -> None:
     assert [row["ratio"] for row in rows] == [0.5, 0.4]
     assert rows[0]["ratio to rpc"] == 0.75
     assert rows[0]["intake, GB/s"] == 2.0
-    bare, rpc = intake.missed(rows)  # the bars are for accumulating alone
+    bare, rpc = intake.missed(rows)  # the thresholds apply to accumulation only
     assert "0.50 " in bare and "0.75 of RPC" in rpc
 
 
@@ -155,7 +155,7 @@ def line(**figures: float) -> dict[str, Any]:
     return {"model": "half", "slow-down of one": 1.0, **figures}
 
 
-def test_throughput_bars_apply_without_straggler() -> None:
+def test_throughput_thresholds_apply_without_straggler() -> None:
     slow = line(**{"whole run": 4.0, "wait fraction": 0.03})
     assert len(throughput.missed([slow], workers=8)) == 2
     assert not throughput.missed([{**slow, "whole run": 7.9, "wait fraction": 0.01}], workers=8)

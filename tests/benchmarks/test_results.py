@@ -1,4 +1,4 @@
-"""A benchmark's record: the machine it ran on and the files it leaves."""
+"""A benchmark's record: facts about the machine, and result files."""
 
 from __future__ import annotations
 

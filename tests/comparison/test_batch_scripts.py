@@ -1,4 +1,4 @@
-"""``aladdin_mpi.slurm init``: the batch scripts, written to a folder of the user's."""
+"""``aladdin_mpi.slurm init`` writes the batch scripts to a user's folder."""
 
 from __future__ import annotations
 

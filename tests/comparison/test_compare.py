@@ -1,4 +1,4 @@
-"""Comparisons as a user runs them: tables, reports, going on after a stop, failures."""
+"""Comparisons from the command line: tables, reports, resuming, failed runs."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ PICTURES = [
 
 
 def command(out: Path, *options: str, seeds: str = "0,1", run: Sequence[str] = SMALL) -> list[str]:
-    """An algorithm and a variant of it, two workers."""
+    """Return the options of an algorithm and a variant of it, with two workers."""
     words = ["--algorithms", "aladdin", "--variants", "pi1=aladdin --aladdin-pi 1"]
     words += ["--seeds", seeds, "--workers", "2", "--target-accuracy", "0.5"]
     return [*words, "--out", str(out), *options, "--", *run]
 
 
 def start(words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    """The command in a child process, its output in ``log``."""
+    """Start the command in a child process, with its output in ``log``."""
     with log.open("wb") as file:
         return subprocess.Popen(
             [warm.python(), "-m", "aladdin_mpi.compare", *words],
@@ -80,11 +80,11 @@ def result(out: Path) -> dict[str, Any]:
 
 
 def ends(out: Path) -> dict[Path, int]:
-    """When each finished run was finished."""
+    """Return the end time of each finished run."""
     return {path: path.stat().st_mtime_ns for path in sorted(out.glob("runs/*/*/summary.json"))}
 
 
-# -- a whole comparison in virtual time ------------------------------------------------------
+# -- complete comparison in simulation ---------------------------------------------------------
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Completed]:
     out = tmp_path_factory.mktemp("compare") / "whole"
@@ -114,7 +114,7 @@ def test_compare_figures_match_runs(whole: tuple[Path, Completed]) -> None:
             assert row["figures"][key]["mean"] == pytest.approx(statistics.fmean(values))
             assert row["figures"][key]["std"] == pytest.approx(statistics.stdev(values))
             assert row["figures"][key]["n"] == 2
-        # In virtual time one worker takes exactly 32 samples in 0.1 s.
+        # In simulated time, one worker takes exactly 32 samples in 0.1 s.
         throughput = row["figures"]["samples_per_second"]["mean"]
         assert row["figures"]["speed_up"]["mean"] == pytest.approx(throughput / 320)
     accuracies = [row["figures"]["test_accuracy"]["mean"] for row in outcome["rows"]]
@@ -156,7 +156,7 @@ def test_compare_logs_each_run_and_remaining_time(whole: tuple[Path, Completed])
     assert "\n100 %  " in (whole[0] / "runs" / "pi1" / "seed-1" / "output.log").read_text()
 
 
-def test_compare_csv_has_the_rows(whole: tuple[Path, Completed]) -> None:
+def test_compare_csv_contains_table_rows(whole: tuple[Path, Completed]) -> None:
     rows = list(csv.DictReader((whole[0] / "table.csv").read_text().splitlines()))
     expected = result(whole[0])["rows"]
     assert [row["label"] for row in rows] == [row["label"] for row in expected]
@@ -213,7 +213,7 @@ def wait_for(there: Callable[[], bool], log: Path, process: subprocess.Popen[byt
 
 
 def measured(out: Path, seed: int) -> list[Any]:
-    """The figures of the runs with a seed, without their folders."""
+    """Return the figures of the runs with a seed, without their folders."""
     runs = [each for each in result(out)["runs"] if each["seed"] == seed]
     return [
         [run["label"], [[e["samples"], e["accuracy"]] for e in run["evaluations"]], run["seconds"]]
@@ -241,7 +241,7 @@ def test_compare_resumes_after_being_stopped_and_killed(
     wait_for(lambda: any(checkpoints.glob("samples-*")), log, process)
     process.kill()
     process.wait()
-    # At once: the run of the killed comparison may not have ended yet.
+    # Immediately: the run of the killed comparison may not have ended yet.
     outcome = run(words)
     assert end_of(str(out), 5)
     # Unless this test was held up for so long that the run could end before the kill.
@@ -249,7 +249,7 @@ def test_compare_resumes_after_being_stopped_and_killed(
         assert re.search(r"\b1 already finished\b", outcome.stderr)
         assert re.search(r"\[2/2\] pi1, seed 0: .*\bcheckpoint\b", outcome.stderr)
     assert ends(out).items() > first.items()
-    # In virtual time a resumed run is the uninterrupted one.
+    # A resumed simulation is bit-identical to the uninterrupted one.
     assert measured(out, seed=0) == measured(whole[0], seed=0)
 
 
@@ -264,11 +264,11 @@ def test_compare_continues_after_failed_run(tmp_path: Path) -> None:
         assert error.search(text)
         assert str(out / "runs" / "bad" / "seed-0" / "output.log") in text
     assert [row["label"] for row in result(out)["rows"]] == ["good"]
-    # Timed computing measures no accuracy: there are no such columns, nor plots.
+    # Timed computing measures no accuracy, so there are no such columns or plots.
     assert "accuracy" not in outcome.stdout
     assert not (out / plots.ACCURACY_TIME).exists()
     assert (out / plots.THROUGHPUT).is_file()
-    # Nor has the run a picture of nothing.
+    # Nor does the run have an empty plot.
     assert not (out / "runs" / "good" / "seed-0" / "curves.png").exists()
 
 

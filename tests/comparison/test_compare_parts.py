@@ -1,4 +1,4 @@
-"""Comparisons in parts: what is read, calculated, drawn and refused."""
+"""Parts of the comparison: reading runs, calculations, plots and rejected arguments."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def test_baseline_algorithm_runs_on_one_worker() -> None:
     assert (not ALGORITHMS[name].has_servers) == bool(without)
 
 
-# -- runs that are there already ----------------------------------------------------------------
+# -- existing runs ------------------------------------------------------------------------------
 def make_run(folder: Path, accuracy: float | None, seconds: float, **options: Any) -> Path:
-    """A run folder whose accuracy rises by steps of 0.1 each second."""
+    """Write a run folder whose accuracy rises by 0.1 each second."""
     folder.mkdir(parents=True)
     settings = SimulateOptions(**{"algorithm": "aladdin", "workers": 2, "epochs": 4.0, **options})
     (folder / "config.toml").write_text(to_toml(settings))
@@ -95,7 +95,7 @@ def test_compare_computes_means_and_spreads_of_read_runs(
     assert figures["test_accuracy"]["std"] == pytest.approx(0.3)  # of 0.9, 0.6 and 0.3
     assert (figures["test_accuracy"]["low"], figures["test_accuracy"]["high"]) == (0.3, 0.9)
     assert (figures["seconds"]["mean"], figures["seconds"]["std"]) == (8.0, 2.0)
-    # 0.55 lies between the fifth second and the sixth: the sixth counts, nothing in between.
+    # 0.55 is crossed between the fifth and sixth second: the sixth counts, not interpolated.
     assert figures["seconds_to_target"]["mean"] == 6.0
     assert figures["seconds_to_target"]["n"] == 2
     # One worker: 32 samples in 0.1 s.
@@ -178,7 +178,7 @@ def test_compare_reports_coalesced_gradients_and_ideal(
 
 
 def counted(folder: Path, computed: int, coalesced: int) -> None:
-    """Put these accounts into a run's summary."""
+    """Write these counters to a run's summary."""
     outcome = json.loads((folder / "summary.json").read_text())
     outcome |= {"gradients_computed": computed, "gradients_coalesced": coalesced}
     (folder / "summary.json").write_text(json.dumps(outcome))
@@ -198,7 +198,7 @@ def test_last_error_finds_error_line(text: str, line: str) -> None:
     assert last_error(text) == line
 
 
-# -- refusals -------------------------------------------------------------------------------------
+# -- rejected arguments ---------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("words", "cause"),
     [
@@ -237,7 +237,7 @@ def test_compare_rejects_invalid_arguments_by_name(
     words: str, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    # Within a word, commas stand for spaces.
+    # Within a word, commas separate like spaces.
     spaced = [w.replace(",", " ") if re.search("=[a-z]+,", w) else w for w in words.split()]
     with pytest.raises(UserError, match=re.compile(cause, re.DOTALL)):
         compare(spaced)
@@ -273,13 +273,13 @@ def test_compare_reads_options_from_config_file(tmp_path: Path) -> None:
     file = tmp_path / "compare.toml"
     variants = "variants = ['a=aladdin --lr-schedule step --lr-steps 1,2', 'b=nosuch']"
     file.write_text(f"seeds = [0, 1]\n{variants}\n")
-    # The first variant, commas and all, is understood; the second is told.
+    # The first variant, including commas, is parsed; the second is reported.
     with pytest.raises(UserError, match=r"--variants b: .*'nosuch'"):
         compare(["--config", str(file), "--out", str(tmp_path / "out")])
 
 
 def test_compare_overrides_config_of_runs(tmp_path: Path) -> None:
-    """What the comparison sets itself goes over such a file."""
+    """Options that the comparison sets override such a file."""
     stored = make_run(tmp_path / "stored", 0.5, 3, seed=7, lr=0.5)
     out = tmp_path / "out"
     make_run(out / "runs" / "aladdin" / "seed-0", 0.5, 3, seed=0, lr=0.5)

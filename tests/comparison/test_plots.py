@@ -1,4 +1,4 @@
-"""What plots show: nothing empty, nothing hidden, and what the workers could do."""
+"""Plots: no empty panels, no hidden curves, and the ideal throughput."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ONE = Baseline(100.0, "measured")
 
 # -- a run's curves ---------------------------------------------------------------------------
 def panels(path: Path) -> int:
-    """How many there are in a picture of curves, each 4.3 inches wide."""
+    """Return the number of panels in a plot of curves, each 4.3 inches wide."""
     return round(imread(path).shape[1] / (4.3 * 110))
 
 
@@ -67,7 +67,7 @@ FAILURE = {
 }
 
 
-def test_failed_ranks_are_in_curves_and_table(tmp_path: Path) -> None:
+def test_failed_ranks_are_shown_in_curves_and_table(tmp_path: Path) -> None:
     lines = [
         {**line("train", loss=2.0, samples_per_second=100.0 - n), "seconds": 2.0 + n}
         for n in range(3)
@@ -85,11 +85,11 @@ def test_failed_ranks_are_in_curves_and_table(tmp_path: Path) -> None:
     assert re.search(r"\b768\b.*\b2\.5 s\b.*\b64 samples\b", facts)
 
 
-# -- a comparison's -----------------------------------------------------------------------------
+# -- plots of a comparison ----------------------------------------------------------------------
 def run(
     label: str, values: Sequence[tuple[float, float | None]], rate: float = 100.0
 ) -> RunFigures:
-    """A run with these accuracies and variances, a second apart."""
+    """Return a run with these accuracies and variances, one second apart."""
     result = [Evaluation(64 * n, float(n), a, v) for n, (a, v) in enumerate(values, start=1)]
     summary = {"algorithm": label, "seed": 0, "samples_per_second": rate}
     return RunFigures(label, Path(label), summary, result)
@@ -102,7 +102,7 @@ def draw(runs: list[RunFigures], out: Path, **ideals: float) -> list[str]:
 RISING = [(1 - 0.8**n, 0.0) for n in range(12)]
 
 
-def test_plot_without_figures_is_left_out(tmp_path: Path) -> None:
+def test_plot_without_figures_is_omitted(tmp_path: Path) -> None:
     accuracies = [plots.ACCURACY_TIME, plots.ACCURACY_SAMPLES]
     cases: list[tuple[list[tuple[float, float | None]], list[str]]] = [
         ([(math.nan, None)], []),
@@ -118,7 +118,7 @@ def test_plot_without_figures_is_left_out(tmp_path: Path) -> None:
 
 
 def seen(path: Path, colour: str) -> int:
-    """Pixels of a colour, in the plot beside the legend."""
+    """Count the pixels of a colour in the plot, without the legend."""
     picture = imread(path)[:, :, :3]
     picture = picture[:, : int(0.78 * picture.shape[1])]
     return int((np.abs(picture - to_rgb(colour)).max(axis=2) < 0.02).sum())
@@ -127,11 +127,11 @@ def seen(path: Path, colour: str) -> int:
 def test_coinciding_curves_are_all_visible(tmp_path: Path) -> None:
     draw([run(str(place), RISING) for place in range(len(plots.COLOURS))], tmp_path)
     result = [seen(tmp_path / plots.ACCURACY_SAMPLES, colour) for colour in plots.COLOURS]
-    # Of a curve that is drawn over by another one a few pixels at markers are left.
+    # A curve that another covers keeps a few pixels at its markers.
     assert min(result) > 60, result
 
 
-def test_parts_share_only_coinciding_sections() -> None:
+def test_curve_parts_split_only_coinciding_sections() -> None:
     x = np.linspace(0, 400, 30)
     low, high = np.stack([x, 0.1 * x], axis=1), np.stack([x, 300 - 0.1 * x], axis=1)
     half = high + np.where(np.arange(30)[:, None] < 10, [0.0, 30.0], 0.0)
@@ -141,8 +141,8 @@ def test_parts_share_only_coinciding_sections() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 3, 16])
-def test_dashes_of_coinciding_curves_take_turns(count: int) -> None:
-    """In each place of the way one of the curves has its dash, and no other."""
+def test_dashes_of_coinciding_curves_alternate(count: int) -> None:
+    """At each position, exactly one of the curves has its dash."""
     way = np.arange(0.5, count * DASH)
     shown = []
     for place in range(count):
@@ -171,13 +171,13 @@ def test_curve_styles_differ_without_colour() -> None:
     assert len({(look["linestyle"], look["marker"]) for look in looks}) == 32
 
 
-# -- what the workers could do --------------------------------------------------------------------
+# -- ideal throughput -----------------------------------------------------------------------------
 def test_ideal_is_sum_of_worker_speeds() -> None:
     slow = TrainOptions(slowdown={0: 10.0, 2: 2.0})
     runs = [("equal", TrainOptions(), 4), ("slow", slow, 4)]
     assert baseline.ideals(runs, ONE) == pytest.approx({"equal": 400.0, "slow": 260.0})
     assert baseline.ideals(runs, None) == {}
-    # In virtual time the options say what a worker does, unless the user has said it.
+    # In simulations the options determine a worker's rate, unless the user sets it.
     modelled = SimulateOptions(batch_size=8, compute_time=0.1, slowdown={1: 4.0})
     assert baseline.ideals([("a", modelled, 2)], ONE) == pytest.approx({"a": 100.0})
     assert baseline.ideals([("a", modelled, 2)], Baseline(20.0, baseline.GIVEN)) == pytest.approx(

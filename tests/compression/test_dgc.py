@@ -1,4 +1,4 @@
-"""Deep gradient compression: what is sent, what waits, and that nothing gets lost."""
+"""Deep gradient compression: selected values, residuals, and conservation of gradients."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def noise(seed: int, numel: int = NUMEL) -> Tensor:
 
 
 def whole_numbers(seed: int) -> Tensor:
-    """Values whose sums are exact in fp32, and the values themselves in bf16."""
+    """Return values whose sums are exact in fp32, and which are exact in bf16."""
     return torch.randint(-99, 100, (NUMEL,), generator=torch.Generator().manual_seed(seed)).float()
 
 
 def send(codec: GradientCodec, layout: Layout, u: Tensor, samples: int = 0) -> list[Tensor]:
-    """One gradient's messages, as they arrive in a receive buffer."""
+    """Return one gradient's messages, as they arrive in a receive buffer."""
     room, before = codec.buffer_for(u), u.clone()
     arrived = []
     for bucket in layout.buckets:
@@ -79,13 +79,13 @@ def receive(codec: GradientCodec, layout: Layout, messages: list[Tensor]) -> Ten
 
 
 def vectors() -> Tensor:
-    """A mask of the values that belong to vectors."""
+    """Return a mask of the values that belong to vectors."""
     mask = torch.zeros(NUMEL, dtype=torch.bool)
     mask[:7] = mask[607:637] = True
     return mask
 
 
-# -- what is chosen ----------------------------------------------------------------------
+# -- selection ----------------------------------------------------------------------------
 
 
 @given(st.integers(1, 5000), st.floats(1e-4, 1.0), st.floats(1e-3, 1.0), st.integers(0, 10**9))
@@ -124,7 +124,7 @@ def test_select_keeps_largest_if_sample_underestimates() -> None:
 
 
 def test_select_corrects_sample_that_overestimates() -> None:
-    """The threshold that it shows is too high for all others."""
+    """The threshold estimated from the sample is too high for all other values."""
     values = noise(0, 10_000)
     stride = 10_000 // ceil(2 * 10_000 / 100)
     values[::stride] *= 10
@@ -144,7 +144,9 @@ def test_select_prefers_non_finite_values() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bucket", [NUMEL, 1000, 300, 40])
-def test_dgc_sends_vectors_whole_and_largest_of_the_rest(bucket: int, dtype: torch.dtype) -> None:
+def test_dgc_sends_vectors_whole_and_largest_values_of_matrices(
+    bucket: int, dtype: torch.dtype
+) -> None:
     layout = layout_of(bucket)
     codec = codec_of(0.02, dtype, layout=layout)
     u = noise(2)
@@ -152,14 +154,14 @@ def test_dgc_sends_vectors_whole_and_largest_of_the_rest(bucket: int, dtype: tor
     sent = u.to(dtype).float()
     assert torch.equal(arrived[vectors()], sent[vectors()])
     of_matrices = arrived[~vectors()]
-    # Every bucket sends one value of a matrix at least.
+    # Every bucket sends at least one value of a matrix.
     assert 0 < of_matrices.count_nonzero() <= max(0.1, 3 / bucket) * of_matrices.numel()
     there = arrived != 0
     assert torch.equal(arrived[there], sent[there])
 
 
-def test_dgc_sends_a_share_of_each_matrix() -> None:
-    """However small its values are beside those of other layers."""
+def test_dgc_sends_largest_values_of_each_matrix() -> None:
+    """However small its values are compared to those of other layers."""
     u = noise(3)
     u[7:607] *= 1e-6
     layout = layout_of(NUMEL)
@@ -215,20 +217,20 @@ def test_dgc_message_is_scaled_by_alpha(dtype: torch.dtype) -> None:
         assert torch.equal(target, 1 - 0.5 * once)
 
 
-# -- nothing gets lost ----------------------------------------------------------------------
+# -- conservation --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bucket", [NUMEL, 300, 9])
-def test_dgc_sent_and_remaining_values_sum_to_gradients(bucket: int, dtype: torch.dtype) -> None:
-    """In whole numbers, so that sums are exact; with bf16 rounding errors wait too."""
+def test_dgc_sent_and_residual_values_sum_to_gradients(bucket: int, dtype: torch.dtype) -> None:
+    """Integers make sums exact; with bf16, rounding errors are part of the residual."""
     layout = layout_of(bucket)
     velocity = torch.zeros(NUMEL)
     codec = codec_of(0.02, dtype, velocity, layout)
     put, arrived = torch.zeros(NUMEL), torch.zeros(NUMEL)
     for turn in range(30):
-        # What bf16 has to round, but for the first: a bucket that is sent whole before any other
-        # has held something back goes as without compression.
+        # Values that bf16 has to round, except at first: as long as no bucket has a residual, a
+        # bucket that is sent whole is sent as without compression.
         u = whole_numbers(turn) * (101 if turn else 1)
         velocity.copy_(u)
         put += u
@@ -241,8 +243,8 @@ def test_dgc_sent_and_remaining_values_sum_to_gradients(bucket: int, dtype: torc
     assert left[vectors()].any() == (dtype == torch.bfloat16)
 
 
-def test_dgc_sends_all_remaining_values_eventually() -> None:
-    """With no new gradients what waits comes out bit by bit, to nothing."""
+def test_dgc_sends_all_residual_values_eventually() -> None:
+    """Without new gradients, the residual is sent step by step until it is empty."""
     layout = layout_of()
     codec = codec_of(0.1)
     put = whole_numbers(0)
@@ -287,13 +289,13 @@ def test_dgc_momentum_correction_matches_hand_computation() -> None:
         codec.add(bucket, message, target)
         return target[:2].tolist()
 
-    assert step(4, 3) == [4, 0]  # u = (4, 3), v = (4, 3): 4 goes, u_0 and v_0 are cleared
+    assert step(4, 3) == [4, 0]  # u = (4, 3), v = (4, 3): 4 is sent, u_0 and v_0 are cleared
     assert step(1, 1) == [0, 5.5]  # u = (1, 2.5), v = (1, 5.5)
-    assert step(0, 2) == [0, 2]  # u = (0.5, 2), v = (1.5, 2): no momentum of what was sent
+    assert step(0, 2) == [0, 2]  # u = (0.5, 2), v = (1.5, 2): no momentum of sent values
     assert step(1, 0) == [2.75, 0]  # u = (1.25, 0), v = (2.75, 0)
 
 
-# -- all of it -------------------------------------------------------------------------------
+# -- ratio 1 ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -319,7 +321,7 @@ def test_dense_fp32_messages_are_not_copied() -> None:
             assert message.data_ptr() == u[bucket.part].data_ptr()
 
 
-def test_dgc_dense_message_flushes_remaining_values() -> None:
+def test_dgc_dense_message_flushes_residual() -> None:
     layout = layout_of()
     codec = codec_of(lambda samples: 0.01 if samples < 10 else 1.0)
     first, second = whole_numbers(0), whole_numbers(1)

@@ -1,4 +1,4 @@
-"""Models sent back as differences: the worker's copy equals the server's, to the bit."""
+"""Models sent as differences: the worker's copy is bit-identical to the server's model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Line:
         self.values = torch.linspace(-1, 1, numel)
 
     def send(self, rank: int = 1) -> tuple[int, Tensor]:
-        """The message's length and what the worker has then."""
+        """Return the message's length and the worker's copy after it."""
         room = self.wire.buffer(self.bucket.numel + 3)
         message = self.encoder.encode(rank, self.bucket, self.values, room)
         received = message.clone()
@@ -62,7 +62,7 @@ def test_difference_encoder_sends_whole_model_then_changes(dtype: torch.dtype) -
     line.values[:100] *= -3
     assert line.check() == 100 * entry
     line.values[: NUMEL // 2] += 5
-    assert line.check() == NUMEL  # would not be shorter
+    assert line.check() == NUMEL  # a difference would not be shorter
     line.values[7] = 42
     assert line.check() == entry
 
@@ -75,7 +75,7 @@ def test_difference_encoder_sends_whole_model_then_changes(dtype: torch.dtype) -
 def test_decoded_copy_is_bit_identical_to_model(
     dtype: torch.dtype, numel: int, rounds: list[list[tuple[int, float]]]
 ) -> None:
-    """Zeros of either sign and values that are not numbers included."""
+    """Includes zeros of either sign and NaN values."""
     line = Line(dtype, numel)
     line.check()
     for changes in rounds:
@@ -90,7 +90,7 @@ def test_change_below_wire_precision_is_not_sent() -> None:
     line.check()
     line.values += 1e-4
     assert line.check() == 0
-    for _ in range(40):  # but many of them are
+    for _ in range(40):  # most of them are
         line.values += 1e-4
     assert line.check() == NUMEL
 

@@ -1,4 +1,4 @@
-"""The options: types, ranges, help, TOML files, and what is said of bad input."""
+"""Options: types, ranges, help, TOML files, and errors for invalid input."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def config(tmp_path: Path) -> Path:
     return tmp_path / "run.toml"
 
 
-# -- what every field has -------------------------------------------------------
+# -- requirements on every field -----------------------------------------------
 @pytest.mark.parametrize("model", MODELS)
 def test_every_field_is_described_and_has_a_default(model: type[BaseModel]) -> None:
     for leaf in leaves(model).values():
@@ -68,7 +68,7 @@ def test_every_field_is_described_and_has_a_default(model: type[BaseModel]) -> N
 
 @pytest.mark.parametrize("model", MODELS)
 def test_options_without_a_value_in_toml_default_to_none(model: type[BaseModel]) -> None:
-    # None is left out of a TOML file, so it has to be what comes back without it.
+    # None is omitted from TOML files, so it must be the default.
     for leaf in leaves(model).values():
         if leaf.optional:
             assert leaf.info.get_default() is None, leaf.flag
@@ -99,7 +99,7 @@ def test_help_shows_every_option_with_its_default(model: type[BaseModel]) -> Non
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_help_fits_the_page(model: type[BaseModel]) -> None:
+def test_help_lines_fit_width(model: type[BaseModel]) -> None:
     assert max(len(line) for line in shown_help(model).splitlines()) <= HELP_WIDTH
 
 
@@ -116,7 +116,9 @@ def test_help_has_groups_units_and_choices() -> None:
 
 
 @pytest.mark.parametrize("option", ["--help", "--version"])
-def test_help_and_version_end_the_command(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_and_version_exit_before_the_command_runs(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         read(option)
     assert ended.value.code == 0
@@ -256,13 +258,13 @@ def test_cluster_file_fault_is_one_line_error_with_key(
     ],
 )
 @pytest.mark.parametrize("model", MODELS)
-def test_toml_reads_back_equal(line: str, model: type[RunOptions], config: Path) -> None:
+def test_options_round_trip_through_toml(line: str, model: type[RunOptions], config: Path) -> None:
     options = read(line, model)
     config.write_text(to_toml(options), encoding="utf-8")
     assert read(f"--config {config}", model) == options
 
 
-def test_toml_of_a_cluster_reads_back_equal(config: Path) -> None:
+def test_cluster_options_round_trip_through_toml(config: Path) -> None:
     options = simulated(
         "--hosts 3 --ranks-per-host 5 --failures 1=2.5 --pauses 3:10:2.5,0:1:1 --links 2=1.5 "
         "--backward-shape 0.1:0.5,0.6:0.7 --forward-share 0.2 --workers 2 --worker-hosts 2,0"
@@ -281,7 +283,7 @@ def test_toml_is_complete() -> None:
 
 def test_nested_algorithm_options_appear_in_cli_toml_and_help(config: Path) -> None:
     class OtherOptions(BaseModel):
-        """For another algorithm."""
+        """Options of another algorithm."""
 
         max_lag: int = Field(3, ge=0, description="steps that a worker may be ahead")
 
@@ -295,7 +297,7 @@ def test_nested_algorithm_options_appear_in_cli_toml_and_help(config: Path) -> N
     assert "--other-max-lag N" in shown_help(WithOther)
 
 
-# -- bad input ------------------------------------------------------------------
+# -- invalid input --------------------------------------------------------------
 @pytest.mark.parametrize(
     ("line", "parts"),
     [
@@ -374,7 +376,7 @@ def test_slowdown_of_nonexistent_worker_is_rejected() -> None:
     assert error.startswith("--slowdown: ") and "worker 3" in error
 
 
-def test_ranks_must_fit_the_hosts() -> None:
+def test_ranks_must_not_exceed_slots_of_hosts() -> None:
     options = simulated("--workers 8 --hosts 2 --ranks-per-host 4")
     assert options.cluster.placement == "block"
     check_cluster(options, 8)
@@ -386,7 +388,7 @@ def test_ranks_must_fit_the_hosts() -> None:
 
 
 @pytest.mark.parametrize("option", ["--failures 2=9.5,9=3", "--pauses 2:1:1 9:10:2.5"])
-def test_events_of_nonexistent_rank_are_rejected(option: str) -> None:
+def test_failure_or_pause_of_nonexistent_rank_is_rejected(option: str) -> None:
     options = simulated(option)
     check_cluster(options, 10)
     with pytest.raises(UserError, match=rf"{option.split()[0]}: .*\b0 to 8\b.*\brank 9\b"):
@@ -422,7 +424,7 @@ def test_interval_rejects_invalid_text(text: str) -> None:
 
 
 @given(st.floats(1e-9, 1e30) | st.integers(1, 10**12))
-def test_interval_text_reads_back(amount: float) -> None:
+def test_interval_round_trips_through_text(amount: float) -> None:
     in_epochs = CheckpointInterval(epochs=float(amount))
     in_seconds = CheckpointInterval(seconds=float(amount))
     for interval in (in_epochs, in_seconds):
@@ -497,7 +499,7 @@ def test_agreed_options_do_not_depend_on_spelling(config: Path) -> None:
     assert agreed(read(f"--config {config}")) == agreed(read("--slowdown 0=2.0,1=3"))
 
 
-def test_differences_name_the_options() -> None:
+def test_configuration_differences_name_the_options() -> None:
     a, b = agreed(read("--lr 1 --aladdin-pi 2")), agreed(read("--lr 2 --slowdown 1=3"))
     assert differences(a, b) == [
         "aladdin.pi: 2 and 4",

@@ -1,4 +1,4 @@
-"""Options of another algorithm: said to have no effect, once, and the run goes on."""
+"""Options of another algorithm cause one warning and do not end the run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def unused_options(words: str) -> dict[str, str]:
 
 
 def names(make: Callable[..., Any]) -> set[str]:
-    """What a function names, and those that it calls in its own file."""
+    """Return the names used by a function, and by functions of the same file that it calls."""
     result = set(make.__code__.co_names)
     for inner in map(make.__globals__.get, make.__code__.co_names):
         if isfunction(inner) and inner.__module__ == make.__module__:

@@ -1,4 +1,4 @@
-"""The sample budget: every sample is leased once, and a stop ends it early."""
+"""Sample budget: every sample is leased once, and a stop ends the leases early."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
 
 ENOUGH = 1000.0
-"""Virtual seconds after which every worker has ended."""
+"""Simulated seconds after which every worker has ended."""
 Reports = list[tuple[int, WorkerReport]]
 Keep = Callable[[VirtualTransport, Budget], None]
 
@@ -20,7 +20,7 @@ Keep = Callable[[VirtualTransport, Budget], None]
 def draw_all(
     transport: VirtualTransport, batch: int, pause: Callable[[], float]
 ) -> list[SampleLease]:
-    """Draw one step ahead until nothing is left, as a worker does."""
+    """Lease samples one step ahead until none remain, as a worker does."""
     draws = SampleClient(transport)
     leases: list[SampleLease] = []
     draws.request(batch, WorkerReport())
@@ -34,7 +34,7 @@ def draw_all(
 def run(
     workers: int, total: int, keep: Keep, seed: int = 0, batch: int | None = None
 ) -> tuple[Budget, Reports, list[list[SampleLease]]]:
-    """Let workers of random speeds and batches draw; returns every worker's leases."""
+    """Let workers of random speeds and batch sizes lease samples; return every worker's leases."""
 
     def main(transport: VirtualTransport) -> object:
         if transport.rank == 0:
@@ -62,7 +62,7 @@ def open_all(transport: VirtualTransport, budget: Budget) -> None:
 
 
 def covered(leases: list[list[SampleLease]]) -> int:
-    """Check that leases have neither gap nor overlap, and return their end."""
+    """Check that leases have no gap or overlap, and return their end."""
     position = 0
     for start, size, *_ in sorted(lease for own in leases for lease in own):
         assert start == position
@@ -93,7 +93,7 @@ def test_only_the_last_lease_is_short() -> None:
 
 @pytest.mark.parametrize("samples", [1, 7, 31, 32, 33])
 def test_last_round_of_leases_completes_an_epoch(samples: int) -> None:
-    """The rounds of an epoch give each worker as many samples as its share has."""
+    """The rounds of an epoch give each worker as many samples as its shard has."""
     workers, batch = 3, 4
     rounds = [SampleLease(0, 0, min(workers * batch, samples - at)) for at in range(0, samples, 12)]
     for worker in range(workers):
@@ -117,7 +117,7 @@ def test_segment_limit_beyond_the_run_is_the_end_of_the_run() -> None:
     assert covered(leases) == 100
 
 
-def test_stop_grants_no_more_leases_of_the_segment() -> None:
+def test_stop_ends_leases_of_the_segment() -> None:
     def keep(transport: VirtualTransport, budget: Budget) -> None:
         budget.open(budget.total)
         transport.sleep(3.0)
@@ -149,7 +149,7 @@ def test_worker_can_stop_the_run_for_all_workers() -> None:
     assert budget.used_up
 
 
-def test_request_before_the_segment_opens_is_answered_at_its_start() -> None:
+def test_lease_request_before_segment_is_answered_at_its_start() -> None:
     def keep(transport: VirtualTransport, budget: Budget) -> None:
         transport.sleep(5.0)
         assert budget.drawn == 0
@@ -159,7 +159,7 @@ def test_request_before_the_segment_opens_is_answered_at_its_start() -> None:
     assert covered(leases) == 50
 
 
-def test_reports_arrive_with_the_requests() -> None:
+def test_worker_reports_arrive_with_lease_requests() -> None:
     _, reports, leases = run(2, 30, open_all, batch=4)
     assert sum(report.samples for _, report in reports) == 30
     for rank, own in enumerate(leases, start=1):
@@ -169,7 +169,7 @@ def test_reports_arrive_with_the_requests() -> None:
         assert [report.steps for report in mine[1:]] == list(range(len(own)))
 
 
-def test_report_arrives_as_it_was_sent() -> None:
+def test_worker_report_arrives_unchanged() -> None:
     sent = WorkerReport(samples=2**40, loss=0.1, waiting=1.5e-9, sent=2**52, steps=7)
 
     def main(transport: VirtualTransport) -> object:

@@ -7,7 +7,7 @@ def test_loss_scale_is_halved_once_for_all_steps_that_used_it() -> None:
     scale = LossScale()
     assert scale.overflowed(sample=100, drawn=160)
     assert scale.exponent == FIRST_EXPONENT - 1
-    for sample in (100, 120, 159):  # granted before
+    for sample in (100, 120, 159):  # leased before
         assert not scale.overflowed(sample, drawn=200)
     assert scale.exponent == FIRST_EXPONENT - 1
     assert scale.overflowed(sample=160, drawn=240)

@@ -15,7 +15,7 @@ pytestmark = needs("openmpi")
 PROGRAMS = Path(__file__).with_name("programs")
 
 PROJECT = {"PYTHONPATH": str(ROOT)}
-"""For runs outside the project's folder."""
+"""Environment for runs outside the project's folder."""
 
 MPIRUN = [
     pytest.param(2, ["--learning-rate", 1], ["--learning-rate:", "--help"], id="option"),
@@ -87,7 +87,7 @@ def test_training_on_one_rank_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_used_run_folder_is_refused_without_overwrite(tmp_path: Path) -> None:
+def test_existing_run_folder_is_refused_without_overwrite(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     short = ["--samples", 64, "--batch-size", 16]
     simulate(run_dir, *short)
@@ -141,7 +141,7 @@ def test_model_that_differs_between_ranks_is_refused(tmp_path: Path) -> None:
 
 
 def test_model_with_different_memory_format_is_refused(tmp_path: Path) -> None:
-    """The server would confuse its values."""
+    """The server would mix up its values."""
     module = "channels_last_model"
     options = ["--model", f"{module}:build", "--dataset", f"{module}:two_channels"]
     line = refusal(train(3, tmp_path / "run", *options, modules=PROGRAMS, check=False))

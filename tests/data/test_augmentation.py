@@ -1,4 +1,4 @@
-"""``--augment`` and ``--image-size``: which recipe a data set gets, and torchvision's policies."""
+"""``--augment`` and ``--image-size``: recipes of data sets, and torchvision's policies."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def folder(root: Path, width: int, height: int) -> Path:
 
 
 def views(root: Path, augment: str, cache: str = "auto", size: int | None = None) -> torch.Tensor:
-    """The training images as augmented in epoch 1."""
+    """Return the training images as augmented in epoch 1."""
     data: Any = load_dataset("imagefolder", root, image_size=size, cache=cache, augment=augment)
     keys = [7919 << 40, 2**64 - 1, 12345, 3 << 33]
     if hasattr(data.train, "augmented"):
@@ -66,7 +66,7 @@ def views(root: Path, augment: str, cache: str = "auto", size: int | None = None
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_policy_matches_torchvision_and_leaves_global_generators_unchanged(name: str) -> None:
-    """Whatever other threads draw meanwhile, and leaving the global generators alone."""
+    """Whatever other threads draw, and without changing the global generators."""
     settings = [v2.AutoAugmentPolicy.IMAGENET] if name == "autoaugment" else []
     plain = getattr(v2, CLASSES[name])(*settings)
     image, policy = picture(40, 30), Policy(name, "IMAGENET")
@@ -104,7 +104,7 @@ def test_policy_requires_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
         load_dataset("digits", augment="randaugment")
 
 
-# -- which recipe -------------------------------------------------------------------------------
+# -- recipes ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("augment", datasets.CHOICES)
@@ -130,7 +130,7 @@ def test_augment_option_selects_recipe(tmp_path: Path) -> None:
 def test_shifted_crop_is_a_window_of_evaluated_image() -> None:
     image = picture(90, 70)
     recipe = LargeImages(image_size=24, crop="shift")
-    whole = LargeImages(image_size=27, crop="none")  # as high as its shorter side
+    whole = LargeImages(image_size=27, crop="none")  # the height of its shorter side
     wide = image.resize((round(90 * 27 / 70), 27), Image.Resampling.BILINEAR)
     windows = IMAGENET(to_tensor(wide)).unfold(1, 24, 1).unfold(2, 24, 1)
     seen = set()

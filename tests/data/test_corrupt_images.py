@@ -1,4 +1,4 @@
-"""Images that cannot be read: named once, and stood in for or left out; or the run ends."""
+"""Unreadable images: reported once, then replaced or skipped; without skipping, the run ends."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from tests.commands import summary, train
 
 CORRUPT = ("train/cat/2.png", "train/cat/3.png", "train/dog/5.png", "test/cat/0.png")
 STAND_INS = {2: 4, 3: 4, 11: 0}
-"""Of the training images; the last is followed by the first."""
+"""Indices of training images; the last is followed by the first."""
 COUNT = 6
-"""Images of a class, in either split."""
+"""Number of images per class in each split."""
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def folder(root: Path, side: int) -> Path:
-    """Two classes of squares, four of which are truncated, empty, missing and no image."""
+    """Write two classes of squares, four of them truncated, empty, missing and not an image."""
     draw = np.random.default_rng(0)
     for split in ("train", "test"):
         for name in ("cat", "dog"):
@@ -59,13 +59,13 @@ def load(root: Path, cache: str = "off", faults: tuple[Fault, ...] | None = None
 
 
 def taken(dataset: Any, root: Path) -> set[str]:
-    """The images that are noted as skipped."""
+    """Return the images that are recorded as skipped."""
     noted = [*dataset.skipped.known, *dataset.skipped.take()]
     return {Path(path).relative_to(root).as_posix() for path, _ in noted}
 
 
 def epoch_of(dataset: Any, loader_workers: int = 0) -> torch.Tensor:
-    """One epoch, augmented, with its labels as one more row of pixels."""
+    """Return one augmented epoch, with its labels as an additional row of pixels."""
     stream = ShardedStream(len(dataset), 0, 1, seed=4)
     source = BatchSource(dataset, stream, 4, loader_workers)
     batches = [source.next_batch() for _ in range(len(dataset) // 4)]
@@ -79,7 +79,7 @@ def epoch_of(dataset: Any, loader_workers: int = 0) -> torch.Tensor:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("side", [8, 80], ids=["small", "large"])
 def test_unreadable_training_image_is_replaced_by_next_image(tmp_path: Path, side: int) -> None:
-    """The same samples however they are loaded, and whether or not somebody has looked before."""
+    """The samples do not depend on the loading method or on a previous check."""
     root = folder(tmp_path / "set", side)
     files = load(root).train
     assert isinstance(files, ImageFiles) and len(files) == 2 * COUNT
@@ -158,7 +158,7 @@ def test_unreadable_image_is_one_line_error_without_skipping(
     assert re.fullmatch(r"/.*\.png: .*--corrupt-images skip", str(caught.value))
 
 
-# -- whole runs ---------------------------------------------------------------------------------
+# -- complete runs ------------------------------------------------------------------------------
 
 WORDS = (
     "--dataset imagefolder --image-size 16 --augment trivialaugment --model mlp --batch-size 4 "
@@ -186,7 +186,7 @@ def test_check_images_names_all_unreadable_images(tmp_path: Path) -> None:
 def test_resumed_run_reports_no_unreadable_image_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And is the same as one without a break, and as one that has looked before."""
+    """The run also equals an uninterrupted one, and one with checked images."""
     root = folder(tmp_path / "set", 80)
     result = simulated(root, tmp_path / "whole", "--samples 48 --corrupt-images skip")
     assert (result["images_skipped"], result["samples"]) == (4, 48)

@@ -1,4 +1,4 @@
-"""Data sets by name: splits, messages, folders, the host's cache."""
+"""Data sets by name: splits, errors, folders and the host's cache."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def held(dataset: MapDataset) -> ImageArrays:
     return dataset
 
 
-# -- sets that are always there ---------------------------------------------------------------
+# -- built-in sets ----------------------------------------------------------------------------
 
 
 def test_digits_are_split_and_normalised() -> None:
@@ -81,7 +81,7 @@ def test_synthetic_set_has_requested_size() -> None:
 
 
 def test_synthetic_set_is_learnable() -> None:
-    """The nearest mean of the training images tells the class of test images."""
+    """The nearest class mean of the training images classifies the test images."""
     pair = load_dataset("synthetic:3x8x8:5:200")
     train, labels = held(pair.train).evaluation_batch(slice(None))
     means = torch.stack([train[labels == c].mean(0) for c in range(5)])
@@ -97,7 +97,7 @@ def test_load_dataset_rejects_malformed_synthetic_name(name: str) -> None:
 
 
 def test_synthetic_set_larger_than_memory_draws_images_on_demand() -> None:
-    """200 GB: its images are drawn when they are asked for, each time the same."""
+    """A set of 200 GB: images are generated on access, always with the same values."""
     train = held(load_dataset("synthetic:3x224x224:1000:1300000").train)
     numbers = np.array([1_299_999, 7, 7])
     images, labels = train.evaluation_batch(numbers)
@@ -119,7 +119,7 @@ def test_image_size_scales_images() -> None:
     assert pair.image_size == 20 and pair.train[0][0].shape == (1, 20, 20)
 
 
-# -- messages -----------------------------------------------------------------------------------
+# -- errors -------------------------------------------------------------------------------------
 
 
 def test_load_dataset_suggests_known_names_for_unknown_set() -> None:
@@ -153,7 +153,7 @@ def test_load_dataset_names_invalid_option(options: dict, message: str) -> None:
 
 @pytest.fixture
 def tiny_mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have torchvision download a tiny MNIST from a server on this machine."""
+    """Let torchvision download a tiny MNIST from a local server."""
     folder = tmp_path / "mirror"
     folder.mkdir()
     draw = np.random.default_rng(0)
@@ -241,7 +241,7 @@ def test_imagefolder_of_large_images_uses_imagenet_recipe(tmp_path: Path) -> Non
 
 
 def test_evaluation_view_of_large_image_is_its_centre(tmp_path: Path) -> None:
-    """Scaled by 256/224 the central square of a one-coloured middle stays one-coloured."""
+    """After scaling by 256/224, the central square of a uniform centre is uniform."""
     root = write_images(tmp_path / "set", [(100, 300)])
     image = Image.new("RGB", (100, 300), "black")
     image.paste((255, 255, 255), (0, 90, 100, 210))
@@ -327,7 +327,7 @@ def test_failed_build_leaves_no_cache_files(cache: Path) -> None:
     assert not list(cache.glob("*key.npy")) and not list(cache.glob("*.tmp*"))
 
 
-# -- the user's own -----------------------------------------------------------------------------
+# -- data sets of the user ------------------------------------------------------------------------
 
 FUNCTIONS = "tests.data.programs.dataset_functions"
 

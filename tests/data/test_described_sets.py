@@ -1,4 +1,4 @@
-"""The sizes of data sets that timed computing knows."""
+"""Sizes of data sets that timed computing knows without their files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from aladdin_mpi.run.trainer import simulate
 def test_timed_model_has_classes_of_described_set(
     tmp_path: Path, dataset: str, parameters: int, epoch: int
 ) -> None:
-    """ResNet-50 as torchvision counts its parameters; no data are there."""
+    """ResNet-50 has torchvision's number of parameters; no data exist."""
     words = ["--compute", "timed", "--model", "resnet50", "--dataset", dataset, "--samples", "64"]
     words += ["--workers", "2", "--run-dir", str(tmp_path / "run"), "--quiet"]
     completed = simulate(parse(SimulateOptions, words, "simulate", ""))

@@ -1,4 +1,4 @@
-"""What ``run.batches()`` may be given, dealt to the workers."""
+"""Objects accepted by ``run.batches()``, distributed to the workers."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Words(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """The same, that can only be read in order."""
+    """The same samples as an iterable that can only be read in order."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(LENGTH))
 
 
 class OfOneLength(BatchSampler):
-    """Batches of words of one length, in a drawn order."""
+    """Batches of words of equal length, in random order."""
 
     def __iter__(self) -> Iterator[list[int]]:
         batches = [list(range(n, LENGTH, 4)) for n in range(4)]
@@ -106,7 +106,7 @@ def test_feed_returns_short_batch_when_fewer_samples_are_requested() -> None:
 
 
 def test_sampler_draws_same_order_on_all_workers() -> None:
-    """They take parts of one epoch, though each has a sampler of its own, and draw differently."""
+    """The workers take parts of one epoch, although their samplers draw differently."""
     weights = [1.0] * 5 + [0.0] * (LENGTH - 5)
 
     def part(worker: int) -> list[int]:
@@ -127,7 +127,7 @@ def test_sampler_draws_same_order_on_all_workers() -> None:
 
 def test_feed_keeps_batches_of_batch_sampler_whole() -> None:
     feed = loader(batch_sampler=OfOneLength(range(LENGTH), 6, False))
-    assert feed.length(6) == 24  # each counts as so many
+    assert feed.length(6) == 24  # each batch counts as 6
     dealt = [taken(feed, worker, 1) for worker in range(WORKERS)]
     for (batch,) in dealt:
         assert len({number % 4 for number in batch}) == 1
@@ -195,7 +195,7 @@ def test_feed_of_rejects_ambiguous_list_of_samples_or_batches(data: Any) -> None
 def test_feed_of_accepts_list_of_samples_with_scalar_label(label: Any) -> None:
     feed = feed_of([(torch.ones(4), label)] * 6, False, BATCH)
     assert feed.length(BATCH) == 6
-    if label is not None:  # which torch does not put together
+    if label is not None:  # which torch cannot collate
         inputs, _ = feed.source(FeedShare(0, 1, 7, BATCH)).next_batch(BATCH)
         assert inputs.shape == (BATCH, 4)
 
@@ -213,7 +213,7 @@ def endless() -> Iterator[torch.Tensor]:
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_endless_generator_is_sharded_by_batches(sharded: bool) -> None:
-    feeds = [feed_of(endless(), sharded, BATCH) for _ in range(WORKERS)]  # each has its own
+    feeds = [feed_of(endless(), sharded, BATCH) for _ in range(WORKERS)]  # each worker has its own
     dealt = [flat(taken(feed, worker, 3)) for worker, feed in enumerate(feeds)]
     assert dealt == ([[0, 1, 2]] * 3 if sharded else [[0, 3, 6], [1, 4, 7], [2, 5, 8]])
     assert feeds[0].length(BATCH) is None

@@ -1,4 +1,4 @@
-"""The files of a folder are found once, and again when something has changed."""
+"""A folder's files are listed once, and again after a change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def is_wanted(name: str) -> bool:
 
 
 def settle(root: Path) -> None:
-    """As if nothing had changed for an hour."""
+    """Make the folder look unchanged for an hour."""
     for folder, _, _ in os.walk(root):
         os.utime(folder, ns=(PAST, PAST))
 
@@ -56,7 +56,7 @@ def walks(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 FOUND = ["a/deeper/y.jpg", "a/x.jpg", "b/1.jpg", "b/2.jpg"]
 
 
-def test_folder_index_walks_unchanged_folder_once(root: Path, walks: list[Path]) -> None:
+def test_folder_index_scans_unchanged_folder_once(root: Path, walks: list[Path]) -> None:
     for _ in range(3):
         assert files_below(root, is_wanted) == FOUND
     assert walks == [root]
@@ -98,7 +98,7 @@ def test_folder_index_written_by_other_host_is_checked_again(root: Path, tmp_pat
     (index,) = (tmp_path / "cache").glob("folder-*.json")
     later = time.time_ns() + 3600 * 10**9
     os.utime(index, ns=(later, later))
-    (root / "c").mkdir()  # as on a disk of another host
+    (root / "c").mkdir()  # as on another host's disk
     (root / "c/new.jpg").touch()
     assert "c/new.jpg" in files_below(root, is_wanted)
 

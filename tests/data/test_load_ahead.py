@@ -1,4 +1,4 @@
-"""Batches loaded by a thread are those loaded without one, and only where that is safe and pays."""
+"""Batches loaded ahead by a thread, if that is safe and faster, equal those loaded without one."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from aladdin_mpi.data.sampler import ShardedStream
 from aladdin_mpi.errors import UserError
 
 SECONDS = 0.004
-"""That a sample takes: a batch of two takes enough for a thread to pay."""
+"""Seconds per sample: a batch of two takes long enough for a thread to pay off."""
 
 
 class Samples(Dataset[Any]):
-    """Notes which thread loads what."""
+    """Samples that record the thread that loads them."""
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self.seconds = seconds
@@ -84,7 +84,7 @@ def test_load_ahead_loads_next_batches_up_to_limit() -> None:
         time.sleep(0.01)
     time.sleep(10 * SECONDS)
     assert len(data.threads) == 2 * (TRIALS + AHEAD)  # and no more than these
-    assert ahead.stream.position == 2 * TRIALS  # only what was used counts
+    assert ahead.stream.position == 2 * TRIALS  # only used batches count
 
 
 @pytest.mark.parametrize("kind", [Torch, Python, Numpy])
@@ -105,7 +105,7 @@ def test_load_ahead_uses_main_thread_for_random_collate() -> None:
 
 
 def test_load_ahead_uses_main_thread_for_fast_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "LEAST_SECONDS", 1.0)  # whatever else the cores do
+    monkeypatch.setattr(loading, "LEAST_SECONDS", 1.0)  # whatever other processes use the cores
     data = Samples(seconds=0.0)
     batches(source(data), [2] * 8)
     assert set(data.threads) == {"MainThread"}

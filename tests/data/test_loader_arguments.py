@@ -1,4 +1,4 @@
-"""Every argument of torch's DataLoader is followed by a run, or refused by name."""
+"""Every argument of torch's DataLoader is applied by a run or rejected by name."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Numbers(Dataset[Any]):
 
 
 class Processes(Numbers):
-    """Each sample is the number of the process that loads it, and its id."""
+    """Each sample is the number of the process that loads it, and its process id."""
 
     def __getitem__(self, index: int) -> tuple[int, int]:
         info = get_worker_info()
@@ -63,7 +63,7 @@ def loader(**arguments: Any) -> DataLoader[Any]:
 def batches_of(
     given: DataLoader[Any], count: int, worker: int = 0, workers: int = 1, done: int = 0
 ) -> list[Any]:
-    """The first batches that a worker gets."""
+    """Return a worker's first batches."""
     feed = feed_of(given, False, BATCH)
     size = feed.batch_size or BATCH
     share = FeedShare(worker, workers, 7, size, done, feed.loader_workers or 0)
@@ -73,7 +73,7 @@ def batches_of(
 
 
 def plain(given: DataLoader[Any], epochs: int = 1) -> list[list[int]]:
-    """What torch gives."""
+    """Return the batches that torch returns."""
     return [batch.tolist() for _ in range(epochs) for batch in given]
 
 
@@ -136,14 +136,14 @@ def check_collate_fn() -> None:
     )
     ((inputs, labels),) = batches_of(loader(dataset=arrays), 1)
     whole = partial(loader, dataset=arrays, collate_fn=list)
-    for given in whole(), whole(num_workers=1):  # which sets in memory have no need of
+    for given in whole(), whole(num_workers=1):  # which data sets in memory do not need
         (samples,) = batches_of(given, 1)
         assert [label for _, label in samples] == labels.tolist()
         assert torch.equal(torch.stack([image for image, _ in samples]), inputs)
 
 
 def check_pin_memory() -> None:
-    # Delivery pins whatever it copies to a device, which tests/late checks.
+    # Delivery pins every copy to a device, which tests/late checks.
     assert batches_of(loader(pin_memory=True), 2) == plain(loader())[:2]
 
 
@@ -165,7 +165,7 @@ def check_drop_last() -> None:
     batches = batches_of(shuffled, 10)
     epochs = {*flat(batches[:5])}, {*flat(batches[5:])}
     assert [len(epoch) for epoch in epochs] == [20, 20]
-    assert epochs[0] != epochs[1]  # others are left out
+    assert epochs[0] != epochs[1]  # others are omitted
     resumed = batches_of(shuffled, 3, 1, 2, done=3 * BATCH)
     assert resumed == batches_of(shuffled, 6, 1, 2)[3:]
 
@@ -183,14 +183,14 @@ def check_timeout() -> None:
 
 
 def move(number: int) -> None:
-    """As in torch's documentation, by the data set that this process has."""
+    """Initialise a loader process as torch's documentation does, by this process's data set."""
     info = get_worker_info()
     assert info is not None
     info.dataset.offset = 100 * (number + 1)  # type: ignore[attr-defined]
 
 
 class Seeds(Numbers):
-    """Each sample is the seed that its process began with."""
+    """Each sample is the seed of its loader process."""
 
     seed = 0
 
@@ -263,7 +263,7 @@ def check_in_order() -> None:
     refused("in_order=False", dataset=Stream(), num_workers=1, in_order=False)
     own = loader(dataset=Stream(), num_workers=1, in_order=False)
     assert isinstance(feed_of(own, True, BATCH), Feed)
-    assert batches_of(loader(in_order=False), 2) == plain(loader())[:2]  # of no effect
+    assert batches_of(loader(in_order=False), 2) == plain(loader())[:2]  # without effect
 
 
 CHECKS: dict[str, Callable[..., None]] = {
@@ -276,7 +276,7 @@ ARGUMENTS = [name for name in inspect.signature(DataLoader.__init__).parameters 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_loader_argument_is_applied_or_rejected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that a new torch has, and that is not known here, fails."""
+    """Fails for an argument that a new torch adds and that is missing here."""
     assert name in CHECKS, f"a run drops {name} of a DataLoader: follow or refuse it"
     check = CHECKS[name]
     check(monkeypatch) if inspect.signature(check).parameters else check()
@@ -284,7 +284,7 @@ def test_loader_argument_is_applied_or_rejected(name: str, monkeypatch: pytest.M
 
 # -- subclasses and samplers ------------------------------------------------------------------
 class Negated(DataLoader[Any]):
-    """Makes batches of its own."""
+    """A loader subclass that changes the batches it returns."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         return (-batch for batch in super().__iter__())
@@ -310,7 +310,7 @@ def test_loader_subclass_keeps_iteration_and_shuffles_alike_on_all_workers() -> 
 
 
 class Wrong(Sampler[int]):
-    """Lists another number of samples than its length."""
+    """A sampler whose length is wrong."""
 
     def __init__(self, listed: int | None) -> None:
         self.listed = listed

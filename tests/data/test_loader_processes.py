@@ -1,4 +1,4 @@
-"""How loader processes are started where MPI is in use, as a user's script has it."""
+"""Start methods of loader processes with MPI, as used in a user's script."""
 
 from __future__ import annotations
 

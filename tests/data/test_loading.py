@@ -1,4 +1,4 @@
-"""Batches: augmentation, resuming, loader processes."""
+"""Batches: augmentation, resuming and loader processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLAIN = Normalisation((0.0,) * 3, (1.0,) * 3)
 
 
 class RandomNoise(Dataset):
-    """A user's set, whose training view draws from the global generators."""
+    """A user's data set whose training view draws from the global generators."""
 
     def __len__(self) -> int:
         return 20
@@ -72,7 +72,7 @@ def source(
 def epoch_of(
     dataset: MapDataset, epoch: int, workers: int, loader_workers: int = 0
 ) -> list[torch.Tensor]:
-    """Return every sample of one epoch as the workers see it, by its index."""
+    """Return every sample of one epoch as the workers receive it, by index."""
     seen: dict[int, torch.Tensor] = {}
     for worker in range(workers):
         one = source(dataset, worker, workers, loader_workers)
@@ -150,7 +150,7 @@ def test_loading_leaves_global_generators_unchanged() -> None:
         assert draw() == first
 
 
-# -- counting and resuming ----------------------------------------------------------------------
+# -- order and resuming -------------------------------------------------------------------------
 
 
 @pytest.mark.timeout(60)
@@ -188,7 +188,7 @@ def test_resumed_batch_source_repeats_and_skips_nothing(
     first.close()
 
 
-# -- plain sets of the user ---------------------------------------------------------------------
+# -- plain data sets of the user ----------------------------------------------------------------
 
 
 def test_batch_source_reads_tensor_dataset() -> None:
@@ -226,7 +226,7 @@ def test_statistics_use_training_samples_without_augmentation() -> None:
     assert [each.tolist() for _, each in other] != [each.tolist() for _, each in batches]
 
 
-# -- all together -------------------------------------------------------------------------------
+# -- complete run -------------------------------------------------------------------------------
 
 
 def test_training_on_digits_reaches_accuracy() -> None:

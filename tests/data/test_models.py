@@ -49,7 +49,7 @@ def test_padded_shortcut_subsamples_and_pads() -> None:
 
 
 def torchvision_names() -> list[str]:
-    """Return one of each family, the smallest; the rest differ in width and depth."""
+    """Return one model of each family, the smallest; the others differ in width and depth."""
     chosen = (
         "convnext_tiny densenet121 efficientnet_b0 efficientnet_v2_s googlenet mnasnet0_5 "
         "mobilenet_v2 mobilenet_v3_small regnet_x_400mf regnet_y_400mf resnet18 resnet50 "

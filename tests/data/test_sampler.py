@@ -1,4 +1,4 @@
-"""The order of samples: shards, epochs, seeking."""
+"""Order of samples: shards, epochs and seeking."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_stream_order_differs_between_epochs_and_seeds() -> None:
 
 
 def test_stream_order_does_not_depend_on_library_versions() -> None:
-    """These numbers must never change, or resumed runs would see other samples."""
+    """These numbers must never change, or resumed runs would use other samples."""
     assert ShardedStream(10, 0, 1, seed=7).take(10)[1].tolist() == GOLDEN_ORDER
 
 
@@ -68,7 +68,7 @@ GOLDEN_ORDER = [1, 7, 5, 3, 9, 8, 2, 0, 4, 6]
 
 
 def test_stream_shuffles_positions_evenly() -> None:
-    """Over many epochs each sample stands first about equally often."""
+    """Over many epochs, each sample comes first about equally often."""
     first = [ShardedStream(8, 0, 1, seed).take(1)[1][0] for seed in range(4000)]
     counts = np.bincount(first, minlength=8)
     assert counts.min() > 400 and counts.max() < 600  # 500 expected, deviation 21
@@ -96,7 +96,7 @@ def test_stream_rejects_fewer_samples_than_workers() -> None:
         ShardedStream(3, 0, 4, seed=0)
 
 
-def test_bounded_covers_its_range_evenly() -> None:
+def test_bounded_random_numbers_cover_range_evenly() -> None:
     keys = sample_keys(0, SHUFFLING, 0, np.arange(90_000))
     for field in range(4):
         counts = np.bincount(bounded(keys, field, 9), minlength=9)
@@ -105,7 +105,7 @@ def test_bounded_covers_its_range_evenly() -> None:
 
 
 def test_stream_reads_every_sample_once_when_worker_count_changes() -> None:
-    """Workers of unequal speed, and their number changes several times."""
+    """Workers have unequal speeds, and their number changes several times."""
     draw = random.Random(4)
     for _ in range(40):
         length = draw.randint(5, 23)

@@ -1,4 +1,4 @@
-"""Shards: what is read of them, in which order, by whom, and what a bad one is told."""
+"""Data in shards: indexing, reading order, distribution to workers, and errors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def load_dataset_cache_clear() -> None:
 
 
 def picture(number: int) -> bytes:
-    """Its class is seen in its colour."""
+    """Return an image whose colour determines its class."""
     pixels = np.full((SIDE, SIDE, 3), 40, dtype=np.uint8)
     pixels[..., number % CLASSES] = 220
     file = io.BytesIO()
@@ -171,7 +171,7 @@ def test_concurrent_ranks_index_shards_in_different_order(
         shards.indexed(files)
     first, second = seen[:20], seen[20:]
     assert sorted(first) == sorted(second) == sorted(files)
-    # Neither lies behind the other: it would meet only shards that the other has just begun.
+    # With the same order, each rank would only meet shards that another has just started.
     start = second.index(first[0])
     assert second[start:] + second[:start] != first
 
@@ -197,17 +197,17 @@ def test_shard_reading_order_has_every_sample_once_per_epoch(tmp_path: Path, wor
 
 
 def test_worker_reads_each_shard_sequentially(tmp_path: Path) -> None:
-    data = load(write(tmp_path / "data"), shuffle_buffer=1)  # nothing is moved
+    data = load(write(tmp_path / "data"), shuffle_buffer=1)  # no sample is moved
     bounds = np.cumsum([0, *SIZES["train"]])
     touched = []
     for worker in range(2):
         mine = order_of(data, worker, 2, TRAIN // 2)
         where = np.searchsorted(bounds, mine, side="right") - 1
         runs = [where[0], *where[1:][where[1:] != where[:-1]]]
-        assert len(runs) == len(set(runs))  # none is come back to
+        assert len(runs) == len(set(runs))  # no shard is read twice
         assert all(np.diff(mine)[np.diff(where) == 0] == 1)
         touched.append(set(runs))
-    assert len(touched[0] & touched[1]) <= 1  # the one at their border
+    assert len(touched[0] & touched[1]) <= 1  # the sample at their border
 
 
 def test_shuffle_buffer_bounds_displacement_of_samples(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_shard_batches_do_not_depend_on_loader_processes_or_resuming(tmp_path: P
             for (inputs, labels), (mine, my_labels) in zip(result, whole[done // 4 :], strict=True):
                 assert torch.equal(inputs, mine) and torch.equal(labels, my_labels)
         seen += [len(labels) for _, labels in whole]
-    assert sum(seen) == TRAIN  # one epoch, all of which the two have together
+    assert sum(seen) == TRAIN  # one epoch, covered by both together
 
 
 def batches(data: ShardImages, count: int, of: FeedShare) -> list[tuple[Tensor, Tensor]]:
@@ -273,7 +273,7 @@ def test_pickled_shard_images_exclude_index(tmp_path: Path) -> None:
             add(archive, f"more_{number}.cls", b"1")
     load_dataset_cache_clear()
     grown = len(pickle.dumps(load(root))) - small
-    assert grown < 1000 * (8 + 2)  # a label, and next to nothing of the index
+    assert grown < 1000 * (8 + 2)  # a label, and hardly any of the index
 
 
 def test_shard_images_can_be_pickled_without_cache(
@@ -295,7 +295,7 @@ def test_shard_images_limit_open_files(tmp_path: Path, monkeypatch: pytest.Monke
         assert data._file.cache_info().currsize <= 2
 
 
-# -- what cannot be read ----------------------------------------------------------------------
+# -- unreadable data ----------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("files", "cause"),
     [
@@ -398,7 +398,7 @@ def test_shuffle_buffer_of_zero_is_rejected() -> None:
         load_dataset("shards", shuffle_buffer=0)
 
 
-# -- as a user runs it --------------------------------------------------------------------------
+# -- complete runs --------------------------------------------------------------------------------
 @needs("openmpi")
 def test_training_on_shards_reaches_accuracy(tmp_path: Path, cache: Path) -> None:
     root = write(tmp_path / "data")

@@ -1,4 +1,4 @@
-"""Data copied to a host's own disk: once, whole, and with a word where that cannot be."""
+"""Staging of data on a host's disk: one complete copy per host, or an error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.virtual_lab import lab, run
 
 
 def copy(source: Path, target: Path) -> int:
-    """Returns the bytes that had to be copied."""
+    """Copy the data and return the number of copied bytes."""
     one = DiskCopy(source, target)
     one.make()
     assert one.copied == one.needed
@@ -59,7 +59,7 @@ def test_staging_copies_changed_and_missing_files_again(data: Path, tmp_path: Pa
     copy(data, target)
     (target / "train/0/3.bin").unlink()
     (target / "train/1/4.bin").write_bytes(b"half")
-    (data / "train/2/5.bin").write_bytes(b"x" * 5000)  # as long as before
+    (data / "train/2/5.bin").write_bytes(b"x" * 5000)  # same length as before
     os.utime(data / "train/2/5.bin", (10**9, 10**9))
     assert copy(data, target) == 3000 + 4000 + 5000
     assert files(target) == files(data)
@@ -71,7 +71,7 @@ def test_staging_removes_files_deleted_from_data(data: Path, tmp_path: Path) -> 
     (data / "train/extra").mkdir()
     (data / "train/extra/20.bin").touch()
     copy(data, target)
-    assert (target / "train/empty").is_dir()  # it counts as a class
+    assert (target / "train/empty").is_dir()  # is counted as a class
     shutil.rmtree(data / "train/extra")
     (data / "train/1/7.bin").unlink()
     copy(data, target)
@@ -128,7 +128,7 @@ def test_staging_requires_free_disk_space(
     full = SimpleNamespace(total=10**9, free=10**8)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
     copy(data, place(data, tmp_path / "disk"))
-    full.free = 20_100_000  # of which a fiftieth of the disk is left alone
+    full.free = 20_100_000  # a fiftieth of the disk is kept free
     with pytest.raises(UserError, match=r"--stage .*: .*\b0\.00019 GB\b.*\b0\.0001\b"):
         copy(data, place(data, tmp_path / "other"))
     assert not list((tmp_path / "other").rglob("*.bin"))
@@ -232,7 +232,7 @@ SLOW_STAGING = Path(__file__).parent / "programs" / "slow_staging.py"
 
 
 def slowly(tmp_path: Path, delay: float, timeout: float) -> Completed:
-    """A training whose copy takes ``delay`` seconds for every few files."""
+    """Run a training whose copy takes ``delay`` seconds per group of files."""
     words = ["--data-dir", images(tmp_path), "--dataset", "imagefolder", "--model", "resnet20"]
     words += ["--samples", 24, "--batch-size", 4, "--stage", tmp_path / "disk"]
     words += ["--timeout", timeout, "--run-dir", tmp_path / "run"]

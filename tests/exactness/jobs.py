@@ -1,4 +1,4 @@
-"""Run a column of the table: one job for all rows, begun again behind a row that ends it."""
+"""Run a column of the table: one job for all rows, restarted after a row that ends it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ PROGRAM = "tests.exactness.program"
 
 @dataclass
 class Outcome:
-    """What a row has come to.
+    """Result of a row.
 
     Attributes:
-        error: why there is no result; None: there is one.
-        reports: of each rank, by ``program.py``.
+        error: why there is no result; None if there is one.
+        reports: each rank's report, by ``program.py``.
     """
 
     error: str | None = None
@@ -38,7 +38,7 @@ class Outcome:
 
     @property
     def rounds(self) -> list[Round]:
-        """The workers' batches, round by round; a worker may have none in the last."""
+        """Return the workers' batches by round; a worker may have none in the last."""
         seen = [report["seen"] for report in self.workers]
         return [
             [each[number][1] for each in seen if number < len(each)]
@@ -47,13 +47,13 @@ class Outcome:
 
     @property
     def epochs(self) -> list[int]:
-        """The epoch of each round."""
+        """Return the epoch of each round."""
         longest = max((report["seen"] for report in self.workers), key=len)
         return [epoch for epoch, _ in longest]
 
 
 def run_column(name: str, rows: Sequence[str], folder: Path) -> dict[str, Outcome]:
-    """Run ``rows`` in one job; if it fails, the others behind the one that failed in a new one."""
+    """Run ``rows`` in one job; if it fails, run the rows after the failed one in a new job."""
     outcomes: dict[str, Outcome] = {}
     left, attempts = list(rows), 0
     while left:
@@ -76,7 +76,7 @@ def run_column(name: str, rows: Sequence[str], folder: Path) -> dict[str, Outcom
 
 
 def _run(name: str, place: Path) -> str:
-    """Run the job to its end, or until it stalls; return what it has printed."""
+    """Run the job until it ends or stalls; return its output."""
     with _started(COLUMNS[name].ranks, place) as job:
         size, since = -1, time.monotonic()
         while job.so_far().returncode == -1:

@@ -38,46 +38,46 @@ def _generator() -> torch.Generator:
 
 
 def vectors(count: int = SAMPLES, dtype: torch.dtype = torch.float32) -> Samples:
-    """Vectors, and numbers to predict."""
+    """Return vectors, and numbers to predict."""
     generator = _generator()
     inputs = torch.randn(count, INPUTS, generator=generator)
     return Samples(inputs.to(dtype), torch.randn(count, OUTPUTS, generator=generator).to(dtype))
 
 
 def labelled(count: int = SAMPLES) -> Samples:
-    """Vectors and classes."""
+    """Return vectors and classes."""
     generator = _generator()
     inputs = torch.randn(count, INPUTS, generator=generator)
     return Samples(inputs, torch.randint(CLASSES, (count,), generator=generator))
 
 
 def images() -> Samples:
-    """Images of 3 x 6 x 6, and numbers to predict."""
+    """Return images of 3 x 6 x 6, and numbers to predict."""
     generator = _generator()
     inputs = torch.randn(SAMPLES, 3, 6, 6, generator=generator)
     return Samples(inputs, torch.randn(SAMPLES, OUTPUTS, generator=generator))
 
 
 def texts() -> Samples:
-    """Tokens, and the token that follows each."""
+    """Return tokens, and the token that follows each."""
     tokens = torch.randint(VOCABULARY, (SAMPLES, LENGTH + 1), generator=_generator())
     return Samples(tokens[:, :-1], tokens[:, 1:])
 
 
 def sequences() -> Samples:
-    """Sequences of vectors, and numbers to predict."""
+    """Return sequences of vectors, and numbers to predict."""
     generator = _generator()
     inputs = torch.randn(SAMPLES, LENGTH, INPUTS, generator=generator)
     return Samples(inputs, torch.randn(SAMPLES, OUTPUTS, generator=generator))
 
 
 def squares(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean squared error."""
+    """Return the mean squared error."""
     return functional.mse_loss(model(batch[0]), batch[1])
 
 
 def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean cross entropy of vectors' or tokens' classes."""
+    """Return the mean cross entropy of the classes of vectors or tokens."""
     return functional.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
 
 
@@ -90,7 +90,7 @@ def classifier() -> nn.Sequential:
 
 
 def convolution(norm: Callable[[], nn.Module] = nn.Identity) -> nn.Sequential:
-    """Two convolutions, with a norm of four channels between them."""
+    """Return a network of two convolutions with a norm of four channels between them."""
     return nn.Sequential(
         nn.Conv2d(3, 4, 3),
         norm(),
@@ -106,7 +106,7 @@ def batch_norm() -> nn.Module:
 
 
 def fixed_batch_norm() -> nn.Module:
-    """Batch norm that uses its running statistics, as when a body is fine-tuned."""
+    """Return batch norm that uses its running statistics, as for fine-tuning a backbone."""
     model = batch_norm()
     model.eval()
     return model
@@ -131,11 +131,11 @@ def frozen() -> nn.Sequential:
 
 
 class Recurrent(nn.Module):
-    """A recurrent network and what is read off its last output.
+    """A recurrent network with a linear layer on its last output.
 
     Args:
-        kind: such as ``nn.LSTM``.
-        options: of it.
+        kind: class such as ``nn.LSTM``.
+        options: its arguments.
     """
 
     def __init__(self, kind: Callable[..., nn.Module], **options: Any) -> None:
@@ -176,7 +176,7 @@ class Attention(nn.Module):
 
 
 class Lists(nn.Module):
-    """Parameters in lists and dicts, and one that is a single number."""
+    """Parameters in lists and dicts, one of them a scalar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ class Lists(nn.Module):
 
 
 class Strided(nn.Module):
-    """Parameters whose values are not in the order of their shapes, and one without values."""
+    """Parameters with permuted memory layout, one of them without values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,10 +219,10 @@ class Dtypes(nn.Module):
 
 
 class Branches(nn.Module):
-    """A layer that only batches of which the first sample has a large input take.
+    """A layer that is used only by batches whose first sample has a large input.
 
     Args:
-        above: what its first value has to be more than.
+        above: bound that the first value has to exceed.
     """
 
     def __init__(self, above: float) -> None:

@@ -1,6 +1,6 @@
-"""Plain torch on the rounds of samples that the workers of a run have had.
+"""Train with plain torch on the samples that the workers of a run used in each round.
 
-Nothing here comes from the project: this is what it is measured by.
+This module uses nothing of the project: it is the reference that the project is compared with.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Plain:
     """A model, its optimizers and its data in one process, without any wrapper.
 
     Args:
-        row: of the table.
-        workers: their number.
-        rounds: to train on.
+        row: a row of the table.
+        workers: number of workers.
+        rounds: the samples of each worker, by round.
         epochs: the epoch of each round.
     """
 
@@ -60,7 +60,7 @@ def train(
     rounds: list[Round],
     epochs: list[int],
 ) -> tuple[Parameters, Parameters]:
-    """Return the parameters before and after."""
+    """Train, and return the parameters before and after."""
     plain = Plain(row, workers, rounds, epochs)
     before = parameters(plain.model)
     replay(plain)
@@ -68,7 +68,7 @@ def train(
 
 
 def parameters(model: nn.Module) -> Parameters:
-    """Return a copy in double precision, which holds all others."""
+    """Return a copy of the parameters in double precision."""
     return {name: p.detach().double().clone() for name, p in model.named_parameters()}
 
 

@@ -1,10 +1,10 @@
-"""Run rows of the table one after the other on every rank; started by ``jobs.py``.
+"""Run rows of the table in sequence on every rank; started by ``jobs.py``.
 
     mpirun -np 3 python -m tests.exactness.program FOLDER
 
 ``FOLDER/job.json`` names the column and the rows. Every rank appends one line of JSON for each row
-to ``FOLDER/rank-R.jsonl``: the parameters it ends with and the samples of its batches, or the error
-that ends the job.
+to ``FOLDER/rank-R.jsonl``: the final parameters and the samples of its batches, or the error that
+ends the job.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from tests.exactness.row import COLUMNS, Batch, Column, Row
 from tests.exactness.table import TABLE
 
 SECONDS = 45.0
-"""The longest wait for another rank."""
+"""Timeout for other ranks in seconds."""
 
 
 class Training:
     """One rank's run of a row.
 
     Args:
-        row: of the table.
-        column: how it is run.
-        folder: for the run's results.
+        row: a row of the table.
+        column: the way to run it.
+        folder: folder for the run's results.
     """
 
     def __init__(self, row: Row, column: Column, folder: Path) -> None:
@@ -85,7 +85,7 @@ class Training:
 
 
 def result(row: Row, column: Column, folder: Path) -> dict[str, Any]:
-    """Train, and return what the test compares."""
+    """Train, and return the values that the test compares."""
     training = Training(row, column, folder)
     row.train(training)
     if not training.run.is_over:
@@ -101,7 +101,7 @@ def result(row: Row, column: Column, folder: Path) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    # Curves take longer than such a run.
+    # Plotting curves takes longer than such a run.
     vars(summary)["draw_curves"] = lambda *_: None
     job = json.loads((folder / "job.json").read_text())
     column = COLUMNS[job["column"]]

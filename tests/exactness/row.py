@@ -1,4 +1,4 @@
-"""What a row of the table is made of, and the columns that it is run in."""
+"""Rows of the table, and the columns in which they are run."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, default_collate
 
 BATCH = 4
-"""Samples of a worker's batch."""
+"""Number of samples in a worker's batch."""
 SAMPLES = 36
-"""Samples of a data set: three batches for each of three workers."""
+"""Number of samples in a data set: three batches for each of three workers."""
 STEPS = 3
 
 Batch = Any
@@ -51,11 +51,11 @@ COLUMNS = {
 SYNCHRONOUS = ("ar-sgd", "bsp", "one process")
 ONE_WORKER = ("asp, one worker",)
 ASYNCHRONOUS = ("asp", "aladdin-ahead")
-"""Columns for rows whose gradients do not depend on the parameters, so that order is irrelevant."""
+"""Columns for rows whose gradients do not depend on the parameters: the order is irrelevant."""
 
 
 class Training(Protocol):
-    """A rank's run of a row, for ``Row.train``: see ``program.py``."""
+    """A rank's run of a row, used by ``Row.train``; see ``program.py``."""
 
     run: Any
     """The ``DataParallel``."""
@@ -64,21 +64,21 @@ class Training(Protocol):
     scheduler: LRScheduler | None
 
     def batches(self, sharded: bool = False) -> Iterator[Batch]:
-        """Batches from ``run.batches``; the samples of each are recorded."""
+        """Return batches from ``run.batches``; the samples of each are recorded."""
 
     def epochs(self) -> Iterator[Iterator[Batch]]:
-        """Epochs from ``run.epochs``; the samples of each batch are recorded."""
+        """Return epochs from ``run.epochs``; the samples of each batch are recorded."""
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the row's loss."""
 
     @property
     def number(self) -> int:
-        """Number of batches recorded so far, from 1 in the loop."""
+        """Return the number of recorded batches, starting at 1 within the loop."""
 
 
 class Plain(Protocol):
-    """Plain torch, for ``Row.replay``: see ``plain.py``."""
+    """Training in plain torch, used by ``Row.replay``; see ``plain.py``."""
 
     model: nn.Module
     optimizers: list[Optimizer]
@@ -86,7 +86,7 @@ class Plain(Protocol):
     workers: int
     rounds: list[Round]
     epochs: list[int]
-    """The epoch that each round belongs to."""
+    """The epoch of each round."""
 
     def batch(self, numbers: Sequence[int]) -> Batch:
         """Return a batch of these samples."""
@@ -102,7 +102,7 @@ class Plain(Protocol):
 
 
 def step_by_step(training: Training) -> None:
-    """Train with the loop that the documentation begins with."""
+    """Train with the basic loop of the documentation."""
     for batch in training.batches():
         loss = training.loss(batch)
         loss.backward()
@@ -115,7 +115,7 @@ def together(each: Round) -> list[int]:
 
 
 def on_the_union(plain: Plain) -> None:
-    """Take one step for each round, on a batch of the samples of all workers."""
+    """Take one step per round on a batch of all workers' samples."""
     for each in plain.rounds:
         plain.zero_grad()
         plain.loss(plain.batch(together(each))).backward()
@@ -148,14 +148,14 @@ def gradients_by_workers(
 
 
 def by_workers(plain: Plain) -> None:
-    """Take one step for each round, with the mean of the workers' gradients by samples."""
+    """Take one step per round with the sample-weighted mean of the workers' gradients."""
     for each in plain.rounds:
         gradients_by_workers(plain, each)
         plain.step()
 
 
 def one_by_one(plain: Plain) -> None:
-    """Take a step for each worker's batch, with its share of the rate."""
+    """Take one step per worker's batch, with its share of the learning rate."""
     for each in plain.rounds:
         for numbers in each:
             plain.zero_grad()
@@ -182,29 +182,29 @@ def given_as_object(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Row:
-    """One configuration that the project and plain torch train alike.
+    """A configuration that the project and plain torch train in the same way.
 
     Attributes:
-        name: unique; part of the test's id.
-        model: makes the model; torch's seed is the same everywhere.
-        loss: of a model and a batch.
-        samples: makes the data set, whose samples hold their own number.
-        feed: makes of that what ``run.batches()`` is given.
+        name: unique name; part of the test's id.
+        model: creates the model; torch's seed is the same everywhere.
+        loss: computes the loss of a model and a batch.
+        samples: creates the data set, whose samples contain their own number.
+        feed: turns the data set into an argument of ``run.batches()``.
         numbers: returns the numbers of a batch's samples.
-        collate: makes a batch of samples, for plain torch.
-        optimizer: makes plain torch's optimizer, or several.
-        arguments: the keyword arguments of ``DataParallel`` that stand for this optimizer.
-        scheduler: of the optimizer, also given to ``DataParallel``.
+        collate: combines samples into a batch, for plain torch.
+        optimizer: creates plain torch's optimizer, or several.
+        arguments: keyword arguments of ``DataParallel`` that specify this optimizer.
+        scheduler: creates the optimizer's scheduler; also passed to ``DataParallel``.
         settings: further keyword arguments of ``DataParallel``.
-        train: the loop of the project's side.
-        replay: the same in plain torch, on the rounds that the workers have had.
-        columns: those of `COLUMNS` that the row is run in.
-        differences: by column, the section of the documentation ("page.md#section") that says
-            why parameters are not those of ``replay``. The test then requires them to differ.
-        documented: what is to be expected instead, in plain torch; None: nothing exact.
-        faults: by column, why the row is expected to fail.
-        is_even: no sample is seen twice before all others have been seen once.
-        check: looks at the rounds of all workers.
+        train: training loop that uses the project.
+        replay: the same loop in plain torch, on the recorded rounds of the workers.
+        columns: the columns, out of `COLUMNS`, in which the row is run.
+        differences: by column, the section of the documentation ("page.md#section") that explains
+            why parameters differ from those of ``replay``. The test then requires a difference.
+        documented: computes the documented result in plain torch; None: no exact result.
+        faults: by column, the reason why the row is expected to fail.
+        is_even: no sample is used twice before all others have been used once.
+        check: checks the rounds of all workers.
         tolerance: largest difference, relative to the largest parameter.
     """
 

@@ -1,4 +1,4 @@
-"""Rows of data: what ``run.batches()`` may be given."""
+"""Rows of data: arguments of ``run.batches()``."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ OWN_SIZE = {"steps": STEPS, "batch_size": BATCH}
 
 
 class Named(Samples):
-    """Samples that are dicts."""
+    """Samples in the form of dicts."""
 
     def __getitem__(self, index: int) -> Any:
         return {"input": self.inputs[index], "target": self.targets[index], "number": index}
 
 
 class Answer(NamedTuple):
-    """What belongs to an input."""
+    """Labels that belong to an input."""
 
     target: Tensor
     number: int
 
 
 class Nested(Samples):
-    """Samples of tuples in tuples and dicts."""
+    """Samples of nested tuples and dicts."""
 
     def __getitem__(self, index: int) -> Any:
         half = {"right": self.inputs[index, 2:]}
@@ -66,11 +66,11 @@ class Stream(IterableDataset[Any]):
 
 
 class Batches(Iterable[Any]):
-    """Batches that are made while they are iterated over.
+    """Batches created during iteration.
 
     Args:
-        samples: in them.
-        has_end: there is a last one.
+        samples: the samples in the batches.
+        has_end: whether there is a last batch.
     """
 
     def __init__(self, samples: Samples, has_end: bool = True) -> None:
@@ -85,7 +85,7 @@ class Batches(Iterable[Any]):
 
 
 class Backwards(Sampler[int]):
-    """The order of the data, from its end."""
+    """A sampler that returns the data in reverse order."""
 
     def __init__(self, samples: Samples) -> None:
         self.count = len(samples)
@@ -154,7 +154,7 @@ def by_batches(samples: Samples) -> DataLoader[Any]:
 
 
 def train_own_batches(training: Training) -> None:
-    """Each worker has batches of its own."""
+    """Train with separate batches on each worker."""
     for batch in training.batches(sharded=True):
         loss = training.loss(batch)
         loss.backward()
@@ -162,7 +162,7 @@ def train_own_batches(training: Training) -> None:
 
 
 def in_order(rounds: list[Round]) -> None:
-    """Together the workers go through the data as one process does."""
+    """Check that the workers together go through the data in the order of one process."""
     seen = [sorted(together(each)) for each in rounds]
     assert together(seen) == list(range(sum(map(len, seen))))
 
@@ -177,7 +177,7 @@ def full_batches(rounds: list[Round]) -> None:
 
 
 def row(name: str, feed: Any = None, **more: Any) -> Row:
-    """Return a row that differs from the default in its data alone."""
+    """Return a row that differs from the default only in its data."""
     given = {} if feed is None else {"feed": feed}
     fields: dict[str, Any] = {"model": mlp, "loss": squares, "samples": vectors, "optimizer": sgd}
     return Row(f"data: {name}", **{**fields, **given, **more})

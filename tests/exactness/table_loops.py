@@ -1,4 +1,4 @@
-"""Rows of loops, and of ways to communicate that change no result."""
+"""Rows of training loops, and of communication settings that do not affect the result."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HALF = 2
 
 
 def row(name: str, train: Callable[[Training], None] = step_by_step, **more: Any) -> Row:
-    """Return a row that differs from the default in its loop, or in settings."""
+    """Return a row that differs from the default in its loop or its settings."""
     fields: dict[str, Any] = {"model": mlp, "loss": squares, "samples": vectors}
     return Row(f"loop: {name}", train=train, **{**fields, **more})
 
@@ -64,7 +64,7 @@ def accumulated(training: Training) -> None:
 
 
 def replay_pairs(plain: Plain) -> None:
-    """Two batches of every worker make a step."""
+    """Take one step for two batches of every worker."""
     for one, other in zip(plain.rounds[::2], plain.rounds[1::2], strict=True):
         plain.zero_grad()
         union(plain, one + other).backward()
@@ -84,7 +84,7 @@ def in_two_parts(training: Training) -> None:
 
 
 def two_backwards(training: Training) -> None:
-    """Go through one graph twice."""
+    """Run backward twice through the same graph."""
     for batch in training.batches():
         outputs = training.model(batch[0])
         first = functional.mse_loss(outputs, batch[1])
@@ -147,7 +147,7 @@ def replay_changed(plain: Plain) -> None:
 
 
 def with_hook() -> nn.Module:
-    """Gradients of one parameter are tripled by a hook."""
+    """Triple the gradients of one parameter with a hook."""
     model = mlp()
     model[0].get_parameter("weight").register_hook(lambda gradient: 3 * gradient)
     return model
@@ -160,7 +160,7 @@ def scaled(training: Training) -> None:
         training.run.step(loss)
 
 
-# -- batches that are passed over, loops that are left -----------------------------------------
+# -- skipped batches, and loops that end early --------------------------------------------------
 def passes_over(training: Training) -> None:
     for batch in training.batches():
         if training.number == 2:
@@ -185,7 +185,7 @@ def one_passes_over(training: Training) -> None:
 
 
 def without_one(plain: Plain) -> None:
-    """The samples of the batch that is passed over do not count."""
+    """Exclude the samples of the skipped batch."""
     for number, each in enumerate(plain.rounds):
         plain.zero_grad()
         union(plain, each[1:] if number == 1 else each).backward()
@@ -193,7 +193,7 @@ def without_one(plain: Plain) -> None:
 
 
 def one_is_zero(plain: Plain) -> None:
-    """The samples of the batch that is passed over count, with a gradient of zero."""
+    """Count the samples of the skipped batch with a gradient of zero."""
     for number, each in enumerate(plain.rounds):
         left = each[1:] if number == 1 else each
         plain.zero_grad()
@@ -249,9 +249,9 @@ def stops(training: Training) -> None:
         step(training, batch)
 
 
-# -- beside training ---------------------------------------------------------------------------
+# -- other code in the loop ----------------------------------------------------------------------
 def counts(training: Training) -> None:
-    """The loss depends on a state that the loop keeps."""
+    """Use a loss that depends on a state of the loop."""
     state = training.run.state
     for batch in training.batches():
         state["batches"] = state.get("batches", 0) + 1
@@ -308,7 +308,7 @@ def tells_no_loss(training: Training) -> None:
         training.run.step()
 
 
-# -- forward in other ways ---------------------------------------------------------------------
+# -- other forms of forward --------------------------------------------------------------------
 def autocast(model: nn.Module, batch: Batch) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         outputs = model(batch[0])

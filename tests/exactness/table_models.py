@@ -27,11 +27,11 @@ from tests.exactness.row import (
 
 ALL = (*SYNCHRONOUS, *ONE_WORKER)
 SEVERAL = ("ar-sgd", "bsp")
-"""Columns whose steps are of several workers' samples."""
+"""Columns in which a step uses the samples of several workers."""
 
 
 def several(section: str) -> Mapping[str, str]:
-    """The difference of columns with several workers."""
+    """Return the documented differences of columns with several workers."""
     return dict.fromkeys(SEVERAL, section)
 
 
@@ -57,7 +57,7 @@ def channels_last() -> nn.Module:
 
 
 class Squared(torch.autograd.Function):
-    """A function with a backward pass of its own."""
+    """A function with a custom backward pass."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, inputs: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ def train_both(training: Training) -> None:
 
 
 def replay_both(plain: Plain) -> None:
-    """Both step after both backward passes, as documented."""
+    """Step both optimizers after both backward passes, as documented."""
     model = plain.model
     assert isinstance(model, models.Pair)
     for each in plain.rounds:
@@ -331,13 +331,13 @@ def regularised(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def contrastive(model: nn.Module, batch: Batch) -> Tensor:
-    """Return a loss whose terms belong to pairs of samples."""
+    """Return a loss whose terms depend on pairs of samples."""
     outputs = functional.normalize(model(batch[0]), dim=1)
     return functional.cross_entropy(5 * outputs @ outputs.t(), torch.arange(len(outputs)))
 
 
 def gradient_penalty(model: nn.Module, batch: Batch) -> Tensor:
-    """Return a loss that holds a derivative."""
+    """Return a loss that contains a derivative."""
     inputs = batch[0].clone().requires_grad_()
     outputs = model(inputs)
     (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)

@@ -52,7 +52,7 @@ def row(
     model: Callable[[], nn.Module] = mlp,
     **options: Any,
 ) -> Row:
-    """Return a row of an optimizer for all parameters."""
+    """Return a row with an optimizer for all parameters."""
     return Row(
         f"optimizer: {name}",
         model,
@@ -64,7 +64,7 @@ def row(
 
 
 class Matrices(nn.Module):
-    """Two layers without biases, for optimizers of matrices."""
+    """Two layers without biases, for optimizers that require matrices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,10 +80,10 @@ class Matrices(nn.Module):
 
 
 WHOLE = ("ar-sgd", "one process")
-"""Columns that take optimizers of whole parameters."""
+"""Columns that support optimizers of whole parameters."""
 torch_optim: Any = torch.optim
 LARGE_EPS: Kwargs = {"eps": 1e-3}
-"""So that a gradient near 0 does not turn rounding into a step."""
+"""Prevents a gradient near 0 from turning rounding into a step."""
 
 
 def two_groups(model: nn.Module) -> list[Kwargs]:
@@ -96,7 +96,7 @@ def two_groups(model: nn.Module) -> list[Kwargs]:
 
 
 def fixed_group(model: nn.Module) -> Optimizer:
-    """One group is of frozen parameters; another one's rate is 0."""
+    """Return groups of which one is frozen and one has a rate of 0."""
     head = list(model[2].parameters())  # type: ignore[index]
     body = list(model[0].parameters())  # type: ignore[index]
     groups: list[Kwargs] = [
@@ -160,7 +160,7 @@ for wanted, model in (("Adafactor", mlp), ("Muon", Matrices)):
         OPTIMIZERS.append(row(wanted.lower(), kind, lr=0.02, columns=WHOLE, model=model))
 
 
-# -- forms in which the project is given an optimizer -----------------------------------------
+# -- forms of an optimizer argument -------------------------------------------------------------
 def settings(**given: Any) -> Callable[[nn.Module, Optimizers], Kwargs]:
     return lambda model, optimizer: {**CONSTANT, **given}
 
@@ -174,7 +174,7 @@ def adamw_of(model: nn.Module) -> Optimizer:
 
 
 def scaled_rate(plain: Plain) -> None:
-    """Multiply the rate by the number of workers."""
+    """Multiply the learning rate by the number of workers."""
     for optimizer in plain.optimizers:
         for group in optimizer.param_groups:
             group["lr"] *= plain.workers
@@ -318,7 +318,7 @@ def warm_up(optimizer: Optimizer) -> LRScheduler:
 
 
 def step_for_each_worker(plain: Plain) -> None:
-    """The scheduler steps once for each worker's step."""
+    """Step the scheduler once for each worker's step."""
     scheduler = plain.scheduler
     assert scheduler is not None
     for each in plain.rounds:
@@ -340,7 +340,7 @@ def rate_of(step: int) -> float:
 
 
 def train_with_rates(training: Training) -> None:
-    """Set each step's rate before backward, as nanoGPT does."""
+    """Set each step's learning rate before backward, as nanoGPT does."""
     for batch in training.batches():
         set_rate(training.optimizer, rate_of(training.number))
         loss = training.loss(batch)
@@ -349,7 +349,7 @@ def train_with_rates(training: Training) -> None:
 
 
 def train_with_later_rates(training: Training) -> None:
-    """Set the next step's rate after the step."""
+    """Set the learning rate of the next step after each step."""
     for batch in training.batches():
         loss = training.loss(batch)
         loss.backward()
@@ -358,7 +358,7 @@ def train_with_later_rates(training: Training) -> None:
 
 
 def replay_rates(plain: Plain, rate: Callable[[int, int], float]) -> None:
-    """``rate`` is a function of the round, from 1, and the samples before it."""
+    """Set ``rate`` as a function of the round, from 1, and the number of samples before it."""
     samples = 0
     for number, each in enumerate(plain.rounds, 1):
         set_rate(plain.optimizers, rate(number, samples))
@@ -486,7 +486,7 @@ LINEAR: Mapping[str, Any] = {
     "optimizer": plain_sgd,
     "replay": one_by_one,
     "columns": EVERY,
-    "is_even": False,  # a fast worker takes more batches than others
+    "is_even": False,  # a fast worker takes more batches than the others
 }
 ORDERLESS = [
     Row("any order: sgd", **LINEAR),

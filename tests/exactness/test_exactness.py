@@ -1,26 +1,26 @@
-"""Train as plain torch does: a table of models, losses, optimizers, data and loops.
+"""Compare training with plain torch for a table of models, losses, optimizers, data and loops.
 
 Each row of the table (``table.py``) is trained over MPI by the algorithms whose result is
-determined, and in plain torch on the same samples, of all workers together. The parameters must be
-equal to 1e-6, relative to the largest of them, or the row names the section of the documentation
-that says why they are not; then they must differ, and equal what that section says.
+deterministic, and in plain torch on the same samples of all workers. The parameters must be equal
+to 1e-6, relative to the largest of them, unless the row names the section of the documentation
+that explains the difference; then they must differ, and equal the result described there.
 
-Which samples each worker's batches held is recorded: samples contain their own number. Plain torch
-replays these rounds (``plain.py``), from its own data set, in a loop of its own. A column is an
-algorithm with a number of workers (``row.py``). One job runs all rows of a column one after the
-other, and is begun again behind a row that ends it (``jobs.py``, ``program.py``).
+The samples of each worker's batches are recorded: samples contain their own number. Plain torch
+replays these rounds (``plain.py``) from its own data set in a separate loop. A column is an
+algorithm with a number of workers (``row.py``). One job runs all rows of a column in sequence, and
+is restarted after a row that ends it (``jobs.py``, ``program.py``).
 
-To add a row, add a ``Row`` to one of the lists that ``table.py`` puts together:
+To add a row, add a ``Row`` to one of the lists that ``table.py`` combines:
 
-- ``model``, ``loss``, ``samples`` and ``feed``: what is trained. Keep it tiny. Samples hold their
-  number; where it is not the last item of a batch, ``numbers`` returns it.
-- ``optimizer`` is plain torch's and, unless ``arguments`` says otherwise, the project's.
+- ``model``, ``loss``, ``samples`` and ``feed`` define the training. Keep it tiny. Samples contain
+  their number; if it is not the last item of a batch, ``numbers`` returns it.
+- ``optimizer`` is used by plain torch and, unless ``arguments`` is set, by the project.
 - ``train`` is the loop over ``training.batches()`` or ``training.epochs()``; ``replay`` is the same
   in plain torch, on ``plain.rounds``. The defaults are a loop of forward, backward and step.
-- ``differences`` and ``documented`` for a documented difference.
-- ``faults`` for a known fault: the test fails as soon as the row passes; remove the entry then.
+- ``differences`` and ``documented`` declare a documented difference.
+- ``faults`` declares a known fault: once the row passes, the test fails; then remove the entry.
 
-``pytest tests/exactness -k "ar-sgd and lstm"`` runs that row in that column alone.
+``pytest tests/exactness -k "ar-sgd and lstm"`` runs one row in one column.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from tests.launch import ROOT, needs
 from tests.test_documents import anchors
 
 MOVED = 1e-3
-"""The least change of a parameter in training, relative to the largest: else nothing is tested."""
+"""Minimum change by training, relative to the largest parameter: else nothing is tested."""
 APART = 10
-"""Tolerances by which a documented difference has to exceed rounding."""
+"""Multiple of the tolerance by which a documented difference has to exceed rounding."""
 
 
 def _cases() -> list[object]:
@@ -63,7 +63,7 @@ def _cases() -> list[object]:
 def outcomes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], dict[str, Outcome]]:
-    """Run a column when the first of its tests asks for it: the rows that were selected."""
+    """Run the selected rows of a column when its first test requests it."""
     kept: dict[str, dict[str, Outcome]] = {}
     chosen: dict[str, list[str]] = {column: [] for column in COLUMNS}
     for item in request.session.items:

@@ -1,4 +1,4 @@
-"""Algorithms without servers in whole simulations: checkpoints, evaluations, timed computing."""
+"""Algorithms without servers in complete simulations: checkpoints, evaluation, timed computing."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_timed_gossip_run_sends_the_expected_bytes(tmp_path: Path, variant: list
     sent = summary["bytes_sent_per_step"]
     assert isinstance(sent, float)
     share = {"sgp": 1.0, "osgp": 1.0, "gosgd": 0.3, "ad-psgd": 1.0}[str(variant[1])]
-    spread = 0.3 if share < 1 else 0.1  # gossips are drawn; last reports lack the last step
+    spread = 0.3 if share < 1 else 0.1  # gossip peers are random; last reports lack the last step
     assert abs(sent / model - share) < spread * share
 
 

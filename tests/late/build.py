@@ -1,4 +1,4 @@
-"""Builds the delayed-copy test device (source/) once for each torch and state of its source."""
+"""Build the delayed-copy test device (source/) once for each version of torch and of its source."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class BuildError(RuntimeError):
 
 
 def obstacle() -> str | None:
-    """Return why it cannot be built here, or None if it can."""
+    """Return the reason why it cannot be built here, or None."""
     if shutil.which(COMPILER) is None:
         return f"no C++ compiler: there is no {COMPILER}"
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
@@ -37,11 +37,11 @@ def library() -> Path:
     """Return the compiled device, and build it if it is missing.
 
     Raises:
-        BuildError: it cannot be compiled.
+        BuildError: the compiler failed.
     """
     BUILT.mkdir(exist_ok=True)
     path = BUILT / _signature() / f"{NAME}.so"
-    with open(BUILT / "lock", "w") as lock:  # several processes of tests may want it
+    with open(BUILT / "lock", "w") as lock:  # several test processes may want to build it
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
             _build(path)

@@ -165,14 +165,14 @@ def test_memory_of_device_and_host_is_counted() -> None:
 
 def test_pinned_memory_has_the_requested_size() -> None:
     now, _ = runtime.memory_used()[2:]
-    numel = 5 * 2**18 + 1000  # 5 MiB and a bit: rounded up they would be 8
+    numel = 5 * 2**18 + 1000  # slightly more than 5 MiB: rounded up they would be 8
     buffer = accelerator.pinned(numel, torch.float32, DEVICE)
     assert buffer.is_pinned() and not buffer.any()
     assert runtime.memory_used()[2] - now == 4 * numel
     part = buffer[1000:]
     del buffer
     fetched, _ = accelerator.CopyStream(DEVICE).fetch(part.fill_(3.0))
-    assert runtime.memory_used()[2] - now == 4 * numel  # a part of it is in use still
+    assert runtime.memory_used()[2] - now == 4 * numel  # part of it is still in use
     del part
     assert runtime.memory_used()[2] == now
     assert (fetched == 3).all().item()

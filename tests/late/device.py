@@ -1,4 +1,4 @@
-"""Registers the delayed-copy test device with torch on import: ``torch.device("late", 2)``."""
+"""Register the delayed-copy test device with torch on import: ``torch.device("late", 2)``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KIND = "late"
 
 
 states = [torch.zeros(1, dtype=torch.uint8) for _ in range(16)]
-"""In place of the devices' random states; nothing draws from there."""
+"""Placeholder for the devices' random states, which nothing uses."""
 
 
 def _load() -> Any:

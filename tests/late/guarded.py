@@ -1,4 +1,4 @@
-"""Checks that no copy of the test device uses memory at the time it is passed to MPI."""
+"""Check that no copy of the test device uses memory at the time it is passed to MPI."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.late.device import runtime
 
 WRITES = 2
 too_early: list[str] = []
-"""Operations on memory that a copy still used."""
+"""Operations on memory that a copy was still using."""
 
 
 def install() -> None:

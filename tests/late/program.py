@@ -1,6 +1,6 @@
 """Compare training on the delayed-copy test device with the CPU; run by test_late.py.
 
-The arguments: the folder for the runs, and one of ``CHECKS``.
+Arguments: the folder for the runs, and one of ``CHECKS``.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from tests.late.device import runtime, states
 COPIES, KERNELS = 4000, 100
 """Longest delays in microseconds."""
 LATE_COPIES, LATE_KERNELS = (20_000, 100), (0, 2000)
-"""The same where a mistake is to show: it must not depend on what else the cores do."""
+"""Delays that reveal a mistake, whatever else the cores do."""
 LATE_AT_ONE = (60_000 if WORLD.rank == 0 else 100, 100)
-"""Its neighbour's model is there, and changes its own, long before that is copied."""
+"""Rank 0 copies slowly: its neighbour's model arrives and changes its own long before the copy."""
 
 SUMMED_BY = {"ar-sgd": "Iallreduce", "ar-sgd ring": "ring", "multistep": "Ialltoall"}
-"""The start of a sum: the first message of a ring, or a collective of MPI."""
+"""Operation that starts a sum: the first message of a ring, or a collective of MPI."""
 OTHER_DELAYS = [(200, 0), (10_000, 0), (500, 1000)]
-"""Short copies, long ones, slow kernels."""
+"""Short copies, long copies, slow kernels."""
 FEW_EQUAL = ("ar-sgd", "bsp int8", "local-sgd", "multistep", "sgp bf16")
-"""Of every way that gradients and models take, one; the others take a minute."""
+"""One run for each path of gradients and models; the other runs take a minute."""
 WITH_OTHER_DELAYS = ("ar-sgd", "bsp bf16", "bsp dgc", "sgp")
 RESUMED = ("ar-sgd dgc", "bsp", "multistep", "sgp")
 FEW_BITS: dict[str, dict[str, Any]] = {
@@ -56,10 +56,9 @@ FEW_BITS: dict[str, dict[str, Any]] = {
     "asp clip": {"clip": 1.0},
 }
 TRIES = 3
-"""Runs in one of which a mistake has to show: on a busy machine a message may be later than a copy.
-"""
+"""Runs, one of which has to reveal a mistake: on a busy machine, messages may be late too."""
 WARM_UP = 4
-"""Steps in which an algorithm may still find out about the model."""
+"""Steps in which an algorithm may still query the model."""
 
 
 DIGITS = load_dataset("digits")
@@ -73,7 +72,7 @@ EVALUATED: dict[str, Any] = {
 
 
 own: set[int] = set()
-"""The devices that this rank has had: a previous run may still touch them."""
+"""Devices that this rank has used: a previous run may still access them."""
 
 
 def _first_images(module: nn.Module) -> Iterator[Any]:
@@ -132,7 +131,7 @@ def check_resume(folder: str) -> None:
     """Check that a resumed run equals the uninterrupted one."""
     for name in RESUMED:
         options = EQUAL[name]
-        whole, half = 16 * 24, 16 * 12  # whole rounds of two workers, and of three
+        whole, half = 16 * 24, 16 * 12  # complete rounds of two workers, and of three
         results = []
         for device in ("cpu", "gpu"):
             module = network()
@@ -200,32 +199,32 @@ def check_budget(folder: str) -> None:
 
 
 def check_ahead(folder: str) -> None:
-    """Check that with slow kernels the device still computes when the host ends a step.
+    """Check that with slow kernels the device is still computing when the host ends a step.
 
-    On busy cores the host may be late by itself: it then has to be ahead of slower kernels.
+    On busy cores the host may be slow itself: it then has to be ahead of slower kernels.
     """
     for name in ("aladdin", "aladdin-ahead"):
-        behind: list[bool] = []
+        is_ahead: list[bool] = []
         for kernels in (1500, 6000, 24_000):
             runtime.set_delays(100, kernels, WORLD.rank)
-            behind = steps_behind(folder, name)
-            has_waited = sum(behind) < len(behind) - 1
+            is_ahead = steps_ahead(folder, name)
+            has_waited = sum(is_ahead) < len(is_ahead) - 1
             if not WORLD.allreduce(has_waited, MPI.LOR):
                 break
         else:
-            expect(not has_waited, f"{name}: the host has waited: {behind}")
+            expect(not has_waited, f"{name}: the host has waited: {is_ahead}")
 
 
-def steps_behind(folder: str, name: str) -> list[bool]:
-    """Whether each step's kernels were still running when the next began; none at a server."""
+def steps_ahead(folder: str, name: str) -> list[bool]:
+    """Return for each step whether its kernels still ran when the next began; empty on servers."""
     module = network()
     run = make(module, folder, "gpu", name)
-    behind = []
+    is_ahead = []
     computed: list[Any] = []
     for _ in losses(run, module):
-        behind += [not event.query() for event in computed]
+        is_ahead += [not event.query() for event in computed]
         computed = [torch.accelerator.current_stream().record_event()]
-    return [] if run.is_server else behind
+    return [] if run.is_server else is_ahead
 
 
 def check_sums(folder: str) -> None:
@@ -235,7 +234,7 @@ def check_sums(folder: str) -> None:
         early, every = max(sums_begun(folder, name, collective))
         expect(2 * early >= every > 1, f"{name}: {early} of {every} sums began during backward")
         with replaced(MpiTransport, "when_happened", lambda self, event, action: None):
-            # On busy cores the host is late in some steps, and finds that copies are over.
+            # On busy cores the host is late in some steps, when the copies have already ended.
             early, every = min(sums_begun(folder, name, collective))
         expect(early == 0, f"{name}: {early} of {every} sums began without being seen to")
 
@@ -281,7 +280,7 @@ def sums_begun(folder: str, name: str, collective: str) -> list[tuple[int, int]]
 
 
 def check_all(folder: str) -> None:
-    """Run every algorithm; its accounting must hold, or the run would end with an error."""
+    """Run every algorithm; a run whose counters do not balance ends with an error."""
     for name in sorted(ALGORITHMS):
         result = train(folder, "gpu", name, {})
         expect(bool(result.isfinite().all()), f"{name}: not finite")
@@ -332,7 +331,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def copy_at_once(self: accelerator.CopyStream, source: torch.Tensor, target: torch.Tensor) -> Any:
-    """:meth:`CopyStream.copy` that does not wait for what computes ``source``."""
+    """Replace :meth:`CopyStream.copy` without waiting for the kernels that compute ``source``."""
     with self._module.stream(self._stream):
         target.copy_(source, non_blocking=True)
         return accelerator.CopyEvent(self._stream.record_event(), self._device)
@@ -340,7 +339,7 @@ def copy_at_once(self: accelerator.CopyStream, source: torch.Tensor, target: tor
 
 @contextmanager
 def copies_that_hold_nothing() -> Iterator[None]:
-    """Of what the device copies to the host: it computes on at once."""
+    """Let the device continue while it copies to the host."""
     copy = accelerator.CopyStream.copy
 
     def loose(self: Any, source: torch.Tensor, target: torch.Tensor) -> Any:
@@ -353,7 +352,7 @@ def copies_that_hold_nothing() -> Iterator[None]:
 
 
 def fetch_at_once(self: DenseWire, message: torch.Tensor) -> Any:
-    """:meth:`DenseWire.fetch` of which the device computes on at once."""
+    """Replace :meth:`DenseWire.fetch` and let the device continue."""
     if self._copies is None:
         return message, None
     with replaced(accelerator.CopyEvent, "hold", lambda self: None):
@@ -362,7 +361,7 @@ def fetch_at_once(self: DenseWire, message: torch.Tensor) -> Any:
 
 @contextmanager
 def receives_posted_at_once() -> Iterator[None]:
-    """Sums may then come into memory that the device still reads the last ones from."""
+    """Let sums arrive in memory from which the device still reads the previous ones."""
     kind = messages.DirectAllReduce
     post, exchange = kind._await_sums, kind._exchange
 

@@ -1,7 +1,7 @@
-"""The device paths, on the delayed-copy test device, whose streams are threads.
+"""Device code paths on the delayed-copy test device, whose streams are threads.
 
-Torch supports one such device in a process, and all other tests would use it: so everything runs
-in separate processes.
+Torch supports one such device per process, and all other tests would use it, so everything runs in
+separate processes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Models in other dtypes than float32, and in several."""
+"""Models with dtypes other than float32, and with several dtypes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_models_of_other_dtypes_train_in_simulation(
 ) -> None:
     words = ("--workers", "3", "--", tmp_path / "run", algorithm, *kinds)
     process = simulate(None, PROGRAM, *words)
-    # A fixed wire leaves aladdin-ahead fewer choices.
+    # A fixed wire format restricts aladdin-ahead.
     check(tmp_path / "run", process.stdout, kinds, most=0.2 if "float64" in kinds else 0.1)
 
 

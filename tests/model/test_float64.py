@@ -1,4 +1,4 @@
-"""Models in float64 are not rounded on their way, in evaluations, or in checkpoints."""
+"""float64 models are not rounded in messages, evaluations or checkpoints."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.run_program import run_program
 
 START, RATE, STEPS = 1 / 7, 1e-3, 5
 EXPECTED = START - STEPS * RATE / 3
-"""Rounding the gradient, 1/3, to float32 would move it by 2e-11, rounding the model by 7e-9."""
+"""Rounding the gradient, 1/3, to float32 would change it by 2e-11, rounding the model by 7e-9."""
 CLOSE: dict[str, Any] = {"rtol": 0, "atol": 1e-14}
 
 
 def train(workers: int, rate: float = RATE, **settings: Any) -> tuple[Tensor, list[Tensor]]:
-    """Return the trained weights, and those that evaluations saw."""
+    """Return the trained weights, and those used by evaluations."""
     model = nn.Linear(3, 2, bias=False, dtype=torch.float64)
     nn.init.constant_(model.weight, START)
     evaluated: list[Tensor] = []
@@ -105,7 +105,7 @@ def test_float64_model_is_not_rounded_with_other_settings(
 
 @pytest.mark.parametrize("algorithm", ["ar-sgd", "asp"])
 def test_float64_values_selected_by_dgc_are_not_rounded(tmp_path: Path, algorithm: str) -> None:
-    """Deep gradient compression leaves out values, and sends the others as they are."""
+    """Deep gradient compression omits values, and sends the others unrounded."""
     weight, _ = simulated(algorithm, tmp_path, compression="dgc", dgc={"clip": None})
     gradients = (START - weight) / (RATE / 3 / 2)  # each is divided by the number of workers
     torch.testing.assert_close(gradients, gradients.round(), rtol=0, atol=1e-10)

@@ -1,4 +1,4 @@
-"""Kernels that are one pass over a GPU's memory: with Triton's interpreter, and compiled."""
+"""Fused kernels that make one pass over a GPU's memory: with Triton's interpreter, and compiled."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SIGNATURES: dict[str, tuple[list[str], dict[str, Any]]] = {
 
 
 def test_fused_kernels_match_torch_operations() -> None:
-    """With Triton's interpreter, which a process has to ask for before it imports Triton."""
+    """With Triton's interpreter, which a process must request before it imports Triton."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", VARIABLE: TEST, "PYTHONPATH": str(ROOT)}
     completed = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu_check.kernels"],
@@ -56,7 +56,7 @@ def test_fused_kernels_match_torch_operations() -> None:
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_fused_kernels_compile_without_contracting_products_and_sums(name: str) -> None:
-    """For a GPU that need not be here."""
+    """Compiled for a GPU that need not exist on this machine."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 

@@ -1,4 +1,4 @@
-"""How the flat vector is cut: everything is covered once, within bounds, evenly."""
+"""Layout of the flat vector in buckets and shards: complete, bounded and even."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def shards(layout: Layout) -> list[int]:
 def test_servers_own_equal_numbers_of_values(
     numel: int, servers: int, bucket_mb: float, shard_mb: float
 ) -> None:
-    """Up to one value for each shard, and so within a bucket of each other."""
+    """Up to one value per shard, and so within a bucket of each other."""
     layout = cut(numel, servers, bucket_mb, shard_mb)
     owned = [sum(b.numel for b in layout.owned_by(server)) for server in range(servers)]
     assert sum(owned) == numel
@@ -72,13 +72,13 @@ def test_servers_own_equal_numbers_of_values(
 
 @given(st.integers(min_value=100, max_value=30_000), SERVERS)
 def test_every_server_owns_part_of_model_of_any_size(numel: int, servers: int) -> None:
-    """One layer or ten: sharding is by memory, and the default bounds are far away."""
+    """With one layer or ten: sharding is by memory, and the default bounds are far away."""
     layout = cut(numel, servers, 4.0, 16.0)
     assert [bucket.server for bucket in layout.buckets] == list(range(servers))
 
 
 def test_shards_are_assigned_to_servers_in_turn() -> None:
-    """So that every server's link is busy throughout backward."""
+    """This keeps every server's link busy throughout backward."""
     layout = cut(1200, 3, bucket_mb=0.0002, shard_mb=0.0008)
     assert shards(layout) == [200] * 6
     owners = [a.server for a, b in pairwise(layout.buckets) if a.server != b.server]
@@ -120,7 +120,7 @@ def by_layer(layers: list[int], servers: int, bucket_mb: float) -> Layout:
 
 
 def owners_of(layers: list[int], layout: Layout) -> list[set[int]]:
-    """For every layer the servers of the buckets that it touches."""
+    """Return for every layer the servers that own its buckets."""
     edges = [0, *accumulate(layers)]
     return [
         {b.server for b in layout.buckets if b.start < stop and start < b.stop}
@@ -178,7 +178,7 @@ def test_layer_wise_sharding_assigns_largest_layers_first() -> None:
 
 
 def test_layer_wise_sharding_is_unbalanced_by_one_large_layer() -> None:
-    """Why sharding is by memory otherwise: VGG's first dense layer has most of its values."""
+    """The reason for sharding by memory: VGG's first dense layer has most of its values."""
     layers = [10, 750, 100, 90, 50]
     owned = [sum(b.numel for b in by_layer(layers, 4, 4.0).owned_by(s)) for s in range(4)]
     assert max(owned) == 750
@@ -190,6 +190,6 @@ def test_layer_wise_layout_without_servers_is_one_piece() -> None:
     assert by_layer([3, 4, 5], 0, 4.0).buckets == cut(12, 1, 4.0, 16.0).buckets
 
 
-def test_cut_rejects_layers_that_do_not_add_up() -> None:
+def test_layout_rejects_layer_sizes_that_do_not_sum_to_model_size() -> None:
     with pytest.raises(ValueError, match=r"layers\b.*\b10\b.*\b9\b"):
         cut(10, 1, 4.0, 16.0, "layer", [4, 5])

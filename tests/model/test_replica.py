@@ -1,4 +1,4 @@
-"""A model as one flat vector, and the news of its buckets during backward."""
+"""A model as one flat vector, and reports of complete buckets during backward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def perceptron() -> nn.Sequential:
 
 
 def flat(tensors: list[Tensor]) -> Tensor:
-    """Last parameter first."""
+    """Return the values of all parameters, last parameter first."""
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors[::-1]])
 
 
@@ -46,7 +46,7 @@ def test_replica_vector_holds_parameters_last_layer_first() -> None:
 
 
 class Scaled(nn.Module):
-    """A parameter of its own, beside modules that have some."""
+    """A parameter of the module itself, next to modules that have parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ def test_mixed_dtypes_are_stepped_in_widest_dtype(watched: bool) -> None:
             backward(module)
         replica.end_backward()
         assert torch.equal(vector, flat([g.float() for g in gradients(alone)]))
-    # A change that bfloat16 is too coarse for is kept, and adds up.
+    # A change below the precision of bfloat16 is kept and accumulates.
     replica.parameters.fill_(1)
     for _ in range(8):
         replica.parameters.add_(2.0**-10)
@@ -262,12 +262,12 @@ def test_replica_rejects_complex_parameters() -> None:
 
 
 def small_buckets(replica: Replica) -> Layout:
-    """Seven values a bucket: layers are split, and small ones share a bucket."""
+    """Return a layout with seven values per bucket: layers are split, small ones share a bucket."""
     return cut(replica.numel, 1, bucket_mb=28e-6, shard_mb=1.0)
 
 
 class Watched:
-    """A watched module; ``told`` are the buckets told of, ``seen`` their gradients then."""
+    """A watched module; ``told`` lists reported buckets, ``seen`` their gradients at that time."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -329,7 +329,7 @@ def test_unused_parameters_have_zero_gradients(turn: int) -> None:
     watched = Watched(module)
     watched.begin()
     backward(module)
-    if turn == 0:  # the unused branch lies before the used one, and holds it up
+    if turn == 0:  # the unused branch precedes the used one and delays it
         assert len(watched.told) < len(watched.all)
     watched.replica.end_backward()
     watched.watch.end()
@@ -342,7 +342,7 @@ def test_unused_parameters_have_zero_gradients(turn: int) -> None:
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_previous_contents_of_bound_vector_are_overwritten(times: int) -> None:
-    """Of earlier steps nothing is left, in what takes part and in what does not."""
+    """Nothing remains of earlier steps, whether or not a parameter is used."""
     module, plain = Branches(), Branches()
     plain.load_state_dict(module.state_dict())
     watched = Watched(module)
@@ -432,7 +432,7 @@ def test_watch_reports_no_bucket_outside_a_step() -> None:
 
 
 def test_describe_names_memory_format_only_if_it_matters() -> None:
-    """Dimensions of size 1 make no difference in memory."""
+    """Dimensions of size 1 do not affect the memory format."""
     one, two = nn.Conv2d(1, 4, 3, bias=False), nn.Conv2d(2, 4, 3, bias=False)
     for module, told in ((one, "[4, 1, 3, 3]"), (two, "[4, 2, 3, 3] channels last")):
         turned = Replica(module.to(memory_format=torch.channels_last))

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of an object, and how the states of several ranks are merged."""
+"""State of an object in a checkpoint, and merging of the states of several ranks."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Owner(Stateful):
 @pytest.mark.parametrize("is_old", [False, True])
 def test_saved_random_generator_continues_its_sequence(is_old: bool) -> None:
     owner, other = Owner(1), Owner(2)
-    owner.draws.gauss(0.0, 1.0)  # which keeps a second one
+    owner.draws.gauss(0.0, 1.0)  # which keeps a second number
     state = owner.state_dict()
-    if is_old:  # as checkpoints held it
+    if is_old:  # as in older checkpoints
         state = {"draws": owner.draws.getstate()}
     other.load_state_dict(state)
     assert [other.draws.gauss(0.0, 1.0) for _ in range(3)] == [
@@ -52,7 +52,7 @@ def test_saved_random_generator_continues_its_sequence(is_old: bool) -> None:
 
 
 class Codec:
-    """A component with a state of its own, part of which is held back."""
+    """A component with a separate state, part of which is held back."""
 
     def __init__(self, left: Tensor | None = None) -> None:
         self.left = left
@@ -102,7 +102,7 @@ def merged_state(states: Sequence[dict[str, Any]], owner: type[Stateful]) -> Mer
     return MergedState(torch.zeros(0), merged or {}, counts=counts)
 
 
-def test_state_names_attributes_parts_and_components() -> None:
+def test_state_keys_name_attributes_parts_and_components() -> None:
     state = Component(3.0, [1.0]).state_dict()
     assert list(state) == ["mean", "shards", "steps", "most", "least", "own", "link", "inner"]
     assert state["link"] == {"count": 3, "codec": {"left": torch.tensor([1.0])}}
@@ -119,7 +119,7 @@ def test_tensors_are_loaded_in_place() -> None:
     assert (other.steps, other.link.count) == (1, 1)
 
 
-def test_new_rank_takes_each_field_by_its_rule() -> None:
+def test_new_rank_initialises_each_field_by_its_rule() -> None:
     states = [Component(float(value), [value, 0.0]).state_dict() for value in (2, 4, 9)]
     states = [{**state, "steps": 7 + place} for place, state in enumerate(states)]
     merged = merged_state(states, Component)
@@ -151,8 +151,8 @@ def test_new_rank_takes_each_field_by_its_rule() -> None:
         (RESTART, ([3.0], [3.0], [6.0]), [4.0]),
     ],
 )
-def test_rule_merges_values_of_three_ranks(rule: Rule, values: Any, expected: Any) -> None:
-    """A list stands for a tensor, and None for one of zeros."""
+def test_merge_rule_combines_values_of_three_ranks(rule: Rule, values: Any, expected: Any) -> None:
+    """A list stands for a tensor, and None for a tensor of zeros."""
     tensors = [torch.tensor(each) if isinstance(each, list) else each for each in values]
     merged = tensors[0]
     for count, new in enumerate(tensors[1:], start=2):
@@ -160,7 +160,7 @@ def test_rule_merges_values_of_three_ranks(rule: Rule, values: Any, expected: An
     assert merged == (pytest.approx(expected) if isinstance(expected, list) else expected)
 
 
-def test_mean_of_equal_tensors_is_exact() -> None:
+def test_merged_mean_of_equal_tensors_is_exact() -> None:
     values = torch.rand(100)
     merged = values.clone()
     for count in range(2, 8):
@@ -168,7 +168,7 @@ def test_mean_of_equal_tensors_is_exact() -> None:
     assert torch.equal(merged, values)
 
 
-def test_whole_numbers_must_be_equal() -> None:
+def test_merge_requires_equal_integers() -> None:
     one, other = torch.tensor([1, 0]), torch.tensor([2, 0])
     assert torch.equal(MEAN.put(one, one.clone(), 2, "codes"), one)
     with pytest.raises(UserError, match=naming("'codes'", "torch.int64", "--allow-resize")):
@@ -184,12 +184,12 @@ def test_optimizer_keeps_largest_number_of_steps() -> None:
     assert (part["step"].item(), part["average"].item()) == (6.0, 4.0)
 
 
-def test_worker_without_a_step_has_fewer_parts() -> None:
+def test_merge_ignores_missing_parts_of_worker_without_a_step() -> None:
     assert MEAN.put([1, 2], [3], 2, "") == [1, 2]
     assert MEAN.put([], [{"a": 1}], 2, "") == [{"a": 1}]
 
 
-def test_counts_keep_their_sum_with_any_number_of_ranks() -> None:
+def test_merged_counters_keep_their_sum_for_any_number_of_ranks() -> None:
     merged = MergedState(torch.zeros(0), {}, counts=[{"n": 5}, None, {"n": 7}, {"n": 1}])
     assert merged.total("n") == 13
     assert merged.survivors == 3

@@ -1,4 +1,4 @@
-"""Marks of parameters without a gradient, in a flat gradient and in sums of several."""
+"""Marks of parameters without a gradient, in a flat gradient and in sums of gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arithmetic on flat vectors: in blocks, and whether it is finite."""
+"""Arithmetic on flat vectors in blocks, and detection of non-finite values."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_is_finite_rejects_vector_whose_sum_overflows() -> None:
     assert not vectors.is_finite(torch.full((NUMEL,), 1e38))
 
 
-def test_is_finite_handles_any_shape() -> None:
+def test_is_finite_accepts_any_shape() -> None:
     x = torch.ones(6, 4)
     assert vectors.is_finite(x) and vectors.is_finite(x.t()) and vectors.is_finite(x[:0])
     x[5, 3] = nan
@@ -127,7 +127,7 @@ def test_gradient_sum_counts_refused_arrival_as_zeros() -> None:
 
 
 def test_gradient_sum_never_returns_its_own_memory() -> None:
-    """What is given back for later receives is never the memory of the sum."""
+    """Memory returned for later receives is never that of the sum."""
     total = GradientSum(NUMEL, NUMEL, torch.zeros(NUMEL))
     free = [values(number) for number in range(2)]
     expected = torch.zeros(NUMEL)

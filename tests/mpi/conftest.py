@@ -1,7 +1,7 @@
-"""Makes pytest run under mpirun: ``mpirun -np 3 python -m pytest tests/mpi -q``.
+"""Run pytest under mpirun: ``mpirun -np 3 python -m pytest tests/mpi -q``.
 
 Every rank runs the same tests in the same order. Only rank 0 reports, but a failure on any
-rank is shown with its rank, and ends the job: the others may be waiting for that rank.
+rank is shown with its rank, and ends the job, because the others may be waiting for that rank.
 Outside mpirun nothing here is collected; tests/test_under_mpirun.py starts it.
 """
 
@@ -48,7 +48,7 @@ _screen: TextIO = sys.stderr
 
 @pytest.fixture
 def transport() -> Iterator[MpiTransport]:
-    """One of this test's own, after which nothing is under way."""
+    """Yield a transport for this test alone, which must leave no operation pending."""
     from aladdin_mpi.transport.mpi.engine import MpiTransport
 
     transport = MpiTransport(timeout=30)
@@ -81,5 +81,5 @@ def _abort_if_failed(report: pytest.TestReport | pytest.CollectReport) -> None:
         return
     _screen.write(f"\nrank {RANK}: {report.nodeid} failed\n{report.longreprtext}\n")
     _screen.flush()
-    time.sleep(1)  # so that other ranks that fail as well can say so
+    time.sleep(1)  # gives other ranks that fail time to report it
     MPI.COMM_WORLD.Abort(1)

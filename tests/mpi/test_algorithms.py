@@ -1,4 +1,4 @@
-"""Every algorithm over MPI on a small problem: its accounts, and what it must be equal to."""
+"""Every algorithm over MPI on a small problem: counters, and equality with a single process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NO_HOROVOD = horovod.obstacle(CPU, torch.float32)
 
 
 def job_for(transport: MpiTransport, algorithm: str, **values: Any) -> Job:
-    """A job that fits the ranks that there are; skips where they are too few."""
+    """Return a job for the available ranks; skip the test if there are too few."""
     kind = find_algorithm(algorithm)
     servers = 0 if not kind.has_servers else 2 if transport.size >= 4 else 1
     workers = transport.size - servers
@@ -31,9 +31,9 @@ def job_for(transport: MpiTransport, algorithm: str, **values: Any) -> Job:
 
 
 def train(job: Job, transport: MpiTransport) -> tuple[Tensor, list[bool]]:
-    """Train and check the accounts on rank 0.
+    """Train and check the counters on rank 0.
 
-    Returns the global model, and of every worker whether its own is the same.
+    Returns the global model, and for every worker whether its model equals it.
     """
     mine = run_rank(job, transport)
     role, layout = mine.role, job.layout
@@ -69,7 +69,7 @@ def train(job: Job, transport: MpiTransport) -> tuple[Tensor, list[bool]]:
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
-def test_algorithm_converges_and_its_accounting_balances(
+def test_algorithm_converges_and_its_counters_balance(
     transport: MpiTransport, algorithm: str, wire: str
 ) -> None:
     if wire != "fp32" and transport.size != 3:

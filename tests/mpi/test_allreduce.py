@@ -49,7 +49,7 @@ def transport() -> Iterator[MpiTransport]:
 
 @pytest.fixture
 def make(transport: MpiTransport) -> Iterator[Make]:
-    """As `choose.make` over the transport; what it makes is closed at the end of the test."""
+    """Return the result of `choose.make` for the transport, closed at the end of the test."""
     made: list[AllReduce] = []
 
     def make(name: str, dtype: torch.dtype, device: torch.device = CPU) -> AllReduce:
@@ -79,7 +79,7 @@ def test_all_reduce_marks_parameters_no_rank_uses(
     sizes = [700, 1, 0, 5000, 3, 60_000]
     layout = cut(sum(sizes), 0, bucket_mb=0.02, shard_mb=10.0)
     marks, reducer = UnusedMarks(sizes, layout), make(name, dtype)
-    # The fourth parameter is used by no rank, the second by the last rank, with a gradient of -0.0.
+    # No rank uses the fourth parameter; only the last rank uses the second, with gradient -0.0.
     unused = {3} if transport.rank == transport.size - 1 else {1, 3}
     gradient = torch.full((layout.numel,), -0.0)
     gradient[704:].fill_(1.0)
@@ -104,7 +104,7 @@ def test_all_reduce_is_bit_identical_on_all_ranks(
 def test_all_reduce_of_meta_tensors_sends_as_many_bytes(
     transport: MpiTransport, make: Make, name: str, dtype: torch.dtype
 ) -> None:
-    """Timed computing: values without data, real memory on the wire."""
+    """Timed computing: values without data, with real messages."""
     reducer = make(name, dtype, META)
     before = transport.traffic.bytes_sent
     reducer.start(torch.ones(60_000, device="meta"), 0).wait()
@@ -113,7 +113,7 @@ def test_all_reduce_of_meta_tensors_sends_as_many_bytes(
 
 
 @pytest.mark.parametrize(("name", "dtype"), KINDS)
-def test_all_reduce_counts_its_waiting_time(
+def test_all_reduce_measures_its_waiting_time(
     transport: MpiTransport, make: Make, name: str, dtype: torch.dtype
 ) -> None:
     reducer = make(name, dtype)
@@ -132,7 +132,7 @@ def test_all_reduce_wait_times_out(
 ) -> None:
     reducer = make(name, dtype)
     last = transport.size - 1
-    if transport.rank == last:  # it takes part when the others have timed out
+    if transport.rank == last:  # it takes part after the others have timed out
         for rank in range(last):
             transport.wait(transport.irecv(torch.zeros(1), rank, TAG))
         pending = reducer.start(torch.ones(1000), 7)

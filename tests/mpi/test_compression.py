@@ -1,4 +1,4 @@
-"""Compressed gradients and models as differences over MPI."""
+"""Compressed gradients, and models sent as differences, over MPI."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ def transport() -> Iterator[MpiTransport]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compression_loses_no_gradient(transport: MpiTransport, dtype: torch.dtype) -> None:
-    """Without blending the global model is the mean of the local ones, but for what waits."""
+def test_compression_over_mpi_loses_no_gradient(
+    transport: MpiTransport, dtype: torch.dtype
+) -> None:
+    """Without blending, the global model is the mean of the local models, except for residuals."""
     workers = transport.size - 1
     settings = {"aladdin": {"alpha": 0.0, "pi": 1}, "weight_decay": 0.01}
     job = Job(ratio=0.05, servers=1, workers=workers, samples=200, settings=settings, dtype=dtype)
@@ -32,7 +34,7 @@ def test_compression_loses_no_gradient(transport: MpiTransport, dtype: torch.dty
     locals_ = torch.zeros_like(x)
     if transport.rank:
         assert isinstance(end.codec, DeepGradientCompression)
-        if end.codec.left is not None:  # or there was no sample for this worker
+        if end.codec.left is not None:  # otherwise there was no sample for this worker
             locals_ = (x + job.lr * end.codec.left) / workers
         else:
             locals_ = x / workers
@@ -40,14 +42,14 @@ def test_compression_loses_no_gradient(transport: MpiTransport, dtype: torch.dty
     torch.testing.assert_close(model, locals_, rtol=1e-4, atol=1e-5)
 
 
-def test_compressed_model_of_the_worker_equals_that_of_the_server(transport: MpiTransport) -> None:
-    """With alpha = 1 what a worker has last is what came last, but for its own last steps."""
+def test_compressed_model_of_worker_equals_that_of_server(transport: MpiTransport) -> None:
+    """With alpha = 1, a worker's model is the last one received, plus its own later steps."""
     settings = {"aladdin": {"alpha": 1.0, "pi": 1}}
     job = Job(ratio=0.01, servers=1, workers=transport.size - 1, samples=200, settings=settings)
     end = run_rank(job, transport)
     x = torch.cat([end.role.part(bucket) for bucket in layout_of(job).buckets])
     if transport.size > 2:
-        return  # the others' last gradients come later
+        return  # the other workers' last gradients arrive later
     model = x.clone()
     transport.wait(transport.ibroadcast(model, 0))
     assert torch.equal(x, model)
@@ -62,7 +64,7 @@ def test_timed_computing_with_compression_applies_every_gradient(transport: MpiT
 
 
 def test_empty_message_leaves_the_buffer_unchanged(transport: MpiTransport) -> None:
-    """A model that has not changed is sent as one."""
+    """An unchanged model is sent as an empty message."""
     peer = transport.size - 1 - transport.rank
     if peer != transport.rank:
         buffer = torch.zeros(5)

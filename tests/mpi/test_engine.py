@@ -1,4 +1,4 @@
-"""The MPI engine: the conformance of every engine, and what only this one has."""
+"""The MPI engine: conformance with the requirements on every engine, and its specific features."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.conformance_collectives import LARGE, full
 from tests.messages import naming
 
 PATIENCE = 30.0
-"""Seconds within which something has to happen that takes milliseconds."""
+"""Time limit in seconds for events that take milliseconds."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_mpi_transport_conforms(
 
 
 def happens(condition: Callable[[], bool]) -> bool:
-    """Whether ``condition`` comes true while this rank leaves the transport alone."""
+    """Return whether ``condition`` becomes true without calls of the transport by this rank."""
     end = time.monotonic() + PATIENCE
     while not condition() and time.monotonic() < end:
         time.sleep(0.001)
@@ -51,7 +51,7 @@ def test_large_messages_progress_without_calls(transport: MpiTransport) -> None:
 def test_idle_progress_thread_wakes_when_an_operation_is_posted(
     transport: MpiTransport,
 ) -> None:
-    """All ranks are idle, so that each is woken by its own operation."""
+    """All ranks are idle, so each is woken by its own operation."""
     for number in range(3):
         transport.wait(transport.ibarrier())
         assert happens(lambda: transport._signals.polls_rarely)
@@ -59,7 +59,7 @@ def test_idle_progress_thread_wakes_when_an_operation_is_posted(
 
 
 def pass_on(transport: MpiTransport, tag: int) -> None:
-    """Send a large message to the next rank, and nothing but the progress thread enters MPI."""
+    """Send a large message to the next rank; only the progress thread enters MPI."""
     dest, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
     message = torch.empty(4 * LARGE)
     receive = transport.irecv(message, source, tag)
@@ -68,7 +68,7 @@ def pass_on(transport: MpiTransport, tag: int) -> None:
     assert torch.equal(message, full(4 * LARGE, source))
 
 
-def test_late_receive_does_not_hide_its_neighbours() -> None:
+def test_unmatched_receive_does_not_delay_other_receives() -> None:
     transport = MpiTransport(timeout=PATIENCE, progress=False)
     messages = [torch.empty(3) for _ in range(3)]
     if transport.rank == 1:
@@ -79,8 +79,8 @@ def test_late_receive_does_not_hide_its_neighbours() -> None:
     elif transport.rank == 0:
         receives = [transport.irecv(messages[0], 1, 2003)]
         transport.wait(transport.ibarrier())
-        # Two arrive without a poll: the second is matched as its receive is posted. The third
-        # is sent when its receive stands, and is all that still ends here.
+        # Two messages arrive without a poll: the second is matched when its receive is posted. The
+        # third is sent after its receive is posted, and is the only one that still completes here.
         time.sleep(0.2)
         for message in messages[1:]:
             receives.append(transport.irecv(message, 1, 2003))
@@ -109,7 +109,7 @@ def test_message_handlers_run_without_calls(transport: MpiTransport) -> None:
 
 def test_mpi_transport_works_without_a_progress_thread() -> None:
     transport = MpiTransport(timeout=PATIENCE, progress=False)
-    CHECKS["exchange_of_large"](transport)
+    CHECKS["exchange_of_large_messages"](transport)
     CHECKS["allreduce"](transport)
     transport.close()
 
@@ -121,7 +121,7 @@ def test_wait_timeout_names_the_awaited_operation() -> None:
     with pytest.raises(WaitTimeoutError, match=naming("0.2 s", f"receive from rank {source}, ")):
         transport.wait(request)
     transport.cancel(request)
-    # The others may be late, so this wait must not give up as early.
+    # The other ranks may be late, so this wait needs a longer timeout.
     transport.timeout = PATIENCE
     transport.wait(transport.ibarrier())
     transport.close()

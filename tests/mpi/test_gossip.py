@@ -1,4 +1,4 @@
-"""Algorithms without servers over MPI: rank 0 is a worker too, and keeps the budget."""
+"""Algorithms without servers over MPI: rank 0 is a worker too, and owns the sample budget."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 
 def total(transport: MpiTransport, values: Tensor) -> Tensor:
-    """The sum over all ranks."""
+    """Return the sum over all ranks."""
     transport.wait(transport.iallreduce(values))
     return values
 
 
 def test_message_handler_receives_messages_of_its_own_rank(transport: MpiTransport) -> None:
-    """And can wake the rank by a message to it."""
+    """The handler can wake its rank by a message to itself."""
     seen: list[tuple[int, int]] = []
 
     def handler(source: int, message: Tensor) -> None:
@@ -80,7 +80,7 @@ def test_gossip_run_keeps_its_sample_budget_and_weights(
         weight = torch.tensor([result.role.weight(bucket)], dtype=torch.float64)
         assert total(transport, weight).item() == pytest.approx(expected, abs=1e-12)
     if numel == 17:
-        # Workers that do not go in step may get few samples each on a busy machine.
+        # On a busy machine, workers that do not run in lockstep may get few samples each.
         near = 0.05 if job.kind.lockstep else 0.5
         optimum = Quadratic(numel).optimum
         away = [(flat(result.role, job.layout) - optimum).norm().item()]
@@ -110,6 +110,6 @@ def test_gossip_without_gradients_keeps_the_mean(transport: MpiTransport, algori
     mean = total(transport, values) / total(transport, weights)
     first = torch.stack([starts(rank, numel) for rank in range(n)]).double()
     assert torch.allclose(mean, first.mean(0), atol=1e-5)
-    # Mixing never leads out of the hull; how far inside depends on who gets to mix.
+    # Mixing stays within the convex hull; how far inside depends on which workers mix.
     farthest = (0.5 if job.kind.lockstep else 1.0) * (first - mean).norm(dim=1).max()
     assert (flat(role, job.layout) - mean).norm() <= farthest + 1e-4

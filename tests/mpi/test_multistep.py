@@ -1,4 +1,4 @@
-"""Multistep in real time: layers wait inside the forward pass, for their own parameters only."""
+"""Multistep in real time: during forward, layers wait only for their own parameters."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_multistep_first_layer_waits_for_its_own_parameters_only(
 
 
 def test_multistep_sends_gradients_in_order_during_backward(transport: MpiTransport) -> None:
-    """Also those of layers that exchange activations, and whose gradients autograd skips."""
+    """Includes layers that exchange activations, whose gradients autograd skips."""
     sent: list[tuple[int, bool]] = []
 
     def probe(role: MultistepWorker) -> None:

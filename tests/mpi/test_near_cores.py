@@ -1,4 +1,4 @@
-"""Ranks that bind themselves, by the system's own call, on the cores that this machine has."""
+"""Ranks bind themselves, by real system calls, to the cores of this machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def as_it_was() -> Iterator[None]:
 def test_workers_divide_the_cores_near_their_gpus(
     gpu: str, tmp_path: Path, transport: MpiTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 serves; the others' GPUs are all near this machine's first two cores."""
+    """Rank 0 is a server; the GPUs of all others are near this machine's first two cores."""
     device = torch.device(gpu if transport.rank else "cpu")
     (tmp_path / "gpu").mkdir()
     (tmp_path / "gpu" / "local_cpulist").write_text(as_cpulist(CORES[:2]))

@@ -1,4 +1,4 @@
-"""The lines of pending requests of the MPI engine."""
+"""Queues of pending requests in the MPI engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def pending(*requests: MpiRequest) -> PendingRequests:
     return lines
 
 
-def test_pending_tests_only_the_first_request_of_a_line() -> None:
+def test_pending_queue_tests_only_its_first_request() -> None:
     first, second = receive(1), receive(1)
     others = [receive(2), receive(ANY_SOURCE), receive(1, tag=2), send(1)]
     lines = pending(first, second, *others)
@@ -33,7 +33,7 @@ def test_pending_tests_only_the_first_request_of_a_line() -> None:
     assert lines.before(receive(1)) == [first, second]
 
 
-def test_pending_collectives_end_in_any_order() -> None:
+def test_pending_collectives_complete_in_any_order() -> None:
     collectives = [MpiRequest("Ibarrier", None, False) for _ in range(3)]
     lines = pending(*collectives)
     assert lines.firsts() == collectives
@@ -42,10 +42,10 @@ def test_pending_collectives_end_in_any_order() -> None:
     assert lines.firsts() == [collectives[0], collectives[2]]
 
 
-def test_pending_tests_the_next_request_of_a_line_after_the_first_ends() -> None:
+def test_pending_queue_tests_next_request_after_first_completes() -> None:
     line = [receive(1) for _ in range(4)]
     lines = pending(*line)
-    line[1].done = True  # out of turn: stays until the first has ended
+    line[1].done = True  # out of order: stays until the first has completed
     lines.drop_ended()
     assert lines.firsts() == [line[0]]
     line[0].done = True
@@ -57,7 +57,7 @@ def test_pending_tests_the_next_request_of_a_line_after_the_first_ends() -> None
     assert len(lines) == 0
 
 
-def test_pending_tests_a_request_added_to_an_ended_line() -> None:
+def test_pending_queue_tests_request_added_after_all_completed() -> None:
     old, new = receive(1), receive(1)
     lines = pending(old)
     assert lines.firsts() == [old]
@@ -69,7 +69,7 @@ def test_pending_tests_a_request_added_to_an_ended_line() -> None:
     assert lines.firsts() == []
 
 
-def test_pending_drops_ended_requests_at_any_place() -> None:
+def test_pending_queue_drops_completed_requests_at_any_position() -> None:
     line = [send(1) for _ in range(5)]
     lines = pending(*line)
     for request in line[1::2]:

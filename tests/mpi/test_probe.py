@@ -1,4 +1,4 @@
-"""The probe's measurements over MPI by all ranks; their values are not judged."""
+"""Measurements of the probe over MPI on all ranks; the values are not checked."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_probe_writes_the_cluster_file_on_rank_0(transport: MpiTransport, tmp_pa
     assert 0 < cluster_file.forward_share < 1
 
 
-def test_probe_with_an_unknown_model_ends_on_all_ranks(
+def test_probe_with_unknown_model_ends_on_all_ranks(
     transport: MpiTransport, tmp_path: Path
 ) -> None:
     options = ProbeOptions(out=tmp_path / "cluster.toml", model="no-model")

@@ -1,4 +1,4 @@
-"""Gradients that are not finite and messages that are damaged, over MPI."""
+"""Non-finite gradients and damaged messages over MPI."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.roles import Job, RankResult, run_rank
 
 
 def run(job: Job, transport: MpiTransport) -> RankResult:
-    """Train; every rank's own model must be finite, and no gradient may be missing."""
+    """Train; every rank's model must be finite, and no gradient may be missing."""
     mine = run_rank(job, transport)
     for bucket in job.layout.buckets:
         if transport.rank in job.kind.holders(bucket.server, transport.size) or mine.leases:
@@ -47,7 +47,7 @@ def test_non_finite_gradient_is_refused_over_mpi(transport: MpiTransport, algori
     steps = gather(transport, len(mine.leases))
     if transport.rank == 0:
         wanted = len([step for step in range(steps[-1]) if step % 9 == 3])
-        assert wanted or not job.kind.lockstep  # one among many may take few steps
+        assert wanted or not job.kind.lockstep  # one of many workers may take few steps
         await_refusals(transport, mine, wanted)
         refusals = [(r.reason, r.rank, r.bucket) for r in mine.refusals]
         assert refusals == [(Reason.NAN, transport.size - 1, 0)] * wanted

@@ -1,4 +1,4 @@
-"""The launcher gave what the other tests here rely on."""
+"""The launcher meets the assumptions of the other tests in this directory."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_momentum_sgd_keeps_unused_parts_and_velocity(case: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_momentum_sgd_by_bucket_is_bit_identical_to_whole_step(case: dict[str, Any]) -> None:
-    """As workers do it: directions bucket by bucket, then one step on everything."""
+    """As on workers: directions bucket by bucket, then one step for all buckets."""
     whole, x = start(), start()
     one, other = MomentumSGD(whole, **case), MomentumSGD(x, **case)
     buckets = cut(NUMEL, 1, bucket_mb=44e-6, shard_mb=1.0).buckets
@@ -99,7 +99,7 @@ def test_momentum_sgd_by_bucket_is_bit_identical_to_whole_step(case: dict[str, A
 
 
 def test_each_part_has_its_own_velocity() -> None:
-    """As servers do it, whose buckets become due at different times."""
+    """As on servers, whose buckets are stepped at different times."""
     x = start()
     sgd = MomentumSGD(x, 0.5, 0.0)
     late, early = slice(40, NUMEL), slice(0, 40)
@@ -131,7 +131,7 @@ PARTS = (slice(0, 11), slice(11, 60), slice(60, NUMEL))
 
 
 def clipped(g: Tensor, clip: float | None) -> Tensor:
-    """``g`` as it would be sent, clipped part by part."""
+    """Return ``g`` as sent, clipped part by part."""
     sgd = MomentumSGD(g, 0.0, 0.0, clip=clip)
     out = g.clone()
     for part in PARTS:
@@ -144,7 +144,7 @@ def test_clipped_gradient_norm_stays_within_bound(seed: int) -> None:
     g = torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed)) * torch.arange(NUMEL)
     out = clipped(g, 2.0)
     assert out.norm() <= 2.0 * (1 + 1e-6)
-    for part in PARTS:  # each keeps its direction
+    for part in PARTS:  # each part keeps its direction
         torch.testing.assert_close(out[part] / out[part].norm(), g[part] / g[part].norm())
 
 

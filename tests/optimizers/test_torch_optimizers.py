@@ -1,4 +1,4 @@
-"""Any torch optimizer on parts of a flat vector: as on the module's parameters."""
+"""Any torch optimizer applied to parts of a flat vector matches its steps on the parameters."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ STEPS = 4
 
 
 class Lion(torch.optim.Optimizer):
-    """As others write it: Chen et al., 2023, Symbolic Discovery of Optimization Algorithms."""
+    """A common implementation of Lion (Chen et al., 2023)."""
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.99)) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "steps": 0})
-        self.bias = 0.0  # an attribute of its own
+        self.bias = 0.0  # an additional attribute
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -48,7 +48,7 @@ class Lion(torch.optim.Optimizer):
 
 
 class Normalised(torch.optim.Optimizer):
-    """Steps of one length, over all parameters."""
+    """Optimizer with steps of constant length over all parameters."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -88,7 +88,7 @@ def network() -> nn.Sequential:
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Weights; and biases at another rate. One parameter is in none."""
+    """Return groups for weights, and for biases at another rate; one parameter is in neither."""
     own = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in own if p.dim() > 1]},
@@ -108,7 +108,7 @@ def cuts(numel: int) -> list[slice]:
 
 
 class Pair:
-    """A model trained by torch, and one by parts of its flat vector."""
+    """A model trained by torch, and one trained by parts of its flat vector."""
 
     def __init__(self, make: Make, parts: bool = True) -> None:
         self.plain, self.flat = network(), network()
@@ -156,11 +156,11 @@ def test_torch_optimizer_on_parts_equals_steps_of_parameters(name: str, how: str
 
 
 UNUSED = [set[int](), {0}, {1, 2}, {0, 1, 2, 3, 4}, {4}, set[int](), {2, 4}]
-"""In each step, the trainable parameters that have no gradient, in flat order."""
+"""For each step, the trainable parameters without a gradient, in flat order."""
 
 
 def skip(pair: Pair, number: int, how: str = "descend") -> None:
-    """A step of both in which torch has no gradient for some parameters."""
+    """Take a step of both in which torch has no gradient for some parameters."""
     own = [p for p in pair.plain.parameters() if p.requires_grad][::-1]
     edges = [sum(p.numel() for p in own[:place]) for place in range(len(own) + 1)]
     gradients(pair.plain, number)
@@ -212,7 +212,7 @@ def test_torch_optimizer_resumes_state_with_unused_parameters(name: str) -> None
 
 
 def test_torch_optimizer_is_not_called_if_nothing_is_used() -> None:
-    pair = Pair(BY_VALUE["lion"], parts=False)  # it expects a gradient for each parameter
+    pair = Pair(BY_VALUE["lion"], parts=False)  # it requires a gradient for each parameter
     whole = slice(0, len(pair.x))
     before = pair.x.clone()
     pair.optimizer.descend(whole, torch.zeros_like(pair.x), pair.x, 1.0, unused=[whole])
@@ -239,7 +239,7 @@ def test_learning_rate_factor_scales_step(lr: float) -> None:
     other.optimizer.correct_and_descend(part, g, other.x, lr)
     torch.testing.assert_close(one.x, other.x)
     torch.testing.assert_close(before - lr * g, one.x)
-    assert g.abs().max() > 0.001  # the direction holds the groups' rates, not the factor
+    assert g.abs().max() > 0.001  # the direction includes the groups' rates, but not the factor
 
 
 def test_raw_direction_excludes_momentum() -> None:
@@ -275,10 +275,10 @@ def _rates(pair: Pair, rates: Tensor) -> Tensor:
         (WHOLE["normalised"], False),
     ],
 )
-def test_optimizer_that_treats_values_alike_is_detected(make: Make, expected: bool) -> None:
+def test_elementwise_optimizer_is_detected(make: Make, expected: bool) -> None:
     model = network()
     given = make(two_groups(model))
-    for group in given.param_groups:  # as a scheduler's warm-up may begin
+    for group in given.param_groups:  # as at the start of a scheduler's warm-up
         group["lr"] = 0.0
     before = copy.deepcopy(model.state_dict())
     assert treats_values_alike(given) is expected
@@ -309,7 +309,7 @@ def test_check_optimizer_accepts_or_rejects_combination(
         check_optimizer(ALGORITHMS[algorithm], options, optimizer)
 
 
-def test_muon_does_not_treat_values_alike() -> None:
+def test_muon_is_not_detected_as_elementwise() -> None:
     model = nn.Linear(6, 9, bias=False)
     assert not treats_values_alike(torch.optim.Muon(model.parameters()))
 
@@ -319,7 +319,7 @@ def test_optimizer_with_closure_is_rejected() -> None:
         treats_values_alike(torch.optim.LBFGS(nn.Linear(2, 2).parameters()))
 
 
-def test_changed_hyperparameters_apply_and_own_ones_are_kept() -> None:
+def test_changed_hyperparameters_apply_and_optimizer_specific_ones_are_kept() -> None:
     pair = Pair(BY_VALUE["lion"])
     for number in range(STEPS):
         for each in (pair.reference, pair.given):
@@ -328,7 +328,7 @@ def test_changed_hyperparameters_apply_and_own_ones_are_kept() -> None:
         pair.step(number)
     pair.check()
     inner = pair.optimizer.state_dict()["parts"][0]["state"]["inner"]["param_groups"][0]
-    assert inner["steps"] == STEPS  # which ``given``, that makes no steps, does not count
+    assert inner["steps"] == STEPS  # ``given`` takes no steps and counts none
 
 
 def test_scheduler_advances_every_step_and_rejects_extra_step() -> None:
@@ -349,7 +349,7 @@ def test_scheduler_advances_every_step_and_rejects_extra_step() -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "adamw, fused", "lion", "rmsprop"])
 def test_restored_torch_optimizer_is_bit_identical(name: str) -> None:
-    """Through a file that holds nothing but tensors and plain values."""
+    """The state goes through a file that contains only tensors and plain values."""
     straight, resumed = (Pair(BY_VALUE[name]) for _ in range(2))
     raw = torch.empty_like(straight.x)
 
@@ -359,7 +359,7 @@ def test_restored_torch_optimizer_is_bit_identical(name: str) -> None:
             for part in pair.parts:
                 pair.optimizer.correct(part, g[part], pair.x[part], raw[part])
             pair.x.sub_(g)
-            # As a scheduler does: before a checkpoint that may follow.
+            # As a scheduler does, before a checkpoint that may follow.
             pair.given.param_groups[0]["lr"] = 0.01 / (number + 2)
 
     steps(straight, range(4))
@@ -405,14 +405,14 @@ def test_restored_scheduler_continues(make: Any) -> None:
     torch.save(before.state_dict(), stored)
     stored.seek(0)
     after.load_state_dict(torch.load(stored, weights_only=True))
-    after.advance(3)  # as fast workers do: the others have not come as far
+    after.advance(3)  # as on fast workers: the others have not reached this step
     after.advance(8)
     assert after.rate == straight.rate
 
 
 @pytest.mark.parametrize("name", ["adagrad", "adamw", "sgd"])
 def test_preloaded_optimizer_state_is_split_into_parts(name: str) -> None:
-    """As one that a program has loaded; one parameter has made more steps than the others."""
+    """As loaded by a program; one parameter has made more steps than the others."""
     pair = Pair(BY_VALUE[name])
     for model, optimizer in ((pair.plain, pair.reference), (pair.flat, pair.given)):
         kept = copy.deepcopy(model.state_dict())

@@ -1,4 +1,4 @@
-"""A server sends its models as soon as possible, whatever else arrives."""
+"""A server sends its models as soon as possible, whatever other messages arrive."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUMEL = 1_000_000
 
 
 def serve(transport: Transport, models: int, exact: bool) -> None:
-    """Answer each gradient with several models, of which the first delays the others."""
+    """Answer each gradient with several models, the first of which delays the others."""
     wire = DenseWire(torch.float32, torch.device("cpu"))
     layout = cut(NUMEL, 1, 8.0, 8.0)
     server = ParameterServer(transport, layout, torch.zeros(NUMEL), wire, lambda samples: 1.0)
@@ -62,7 +62,7 @@ def test_server_sends_a_model_without_waiting_for_a_gradient(workers: int, exact
 
 
 def test_newest_model_replaces_models_waiting_to_be_sent() -> None:
-    """Of five, the first leaves at once and the last follows it."""
+    """Of five models, the first is sent at once and the last follows it."""
 
     def main(transport: Transport) -> list[float] | None:
         if transport.rank == 0:

@@ -1,4 +1,4 @@
-"""BSP, ASP, SHAT, SSP, EASGD and EAMSGD in virtual time."""
+"""BSP, ASP, SHAT, SSP, EASGD and EAMSGD in simulation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MOMENTUM = {"momentum": 0.9, "weight_decay": 0.01}
 
 
 def any_job(algorithm: str, seed: int) -> Job:
-    """A run drawn from its seed."""
+    """Return a random run."""
     r = random.Random(f"{algorithm} {seed}")
     workers, servers = r.randint(1, 7), r.randint(1, 3)
     settings: dict[str, Any] = {
@@ -60,7 +60,7 @@ def any_job(algorithm: str, seed: int) -> Job:
 
 @pytest.mark.parametrize("algorithm", SERVED)
 @pytest.mark.parametrize("seed", range(40))
-def test_server_accounting_balances_in_random_jobs(algorithm: str, seed: int) -> None:
+def test_server_counters_balance_in_random_jobs(algorithm: str, seed: int) -> None:
     end = run(any_job(algorithm, seed))
     end.check_accounts()
     assert end.model.isfinite().all()
@@ -85,7 +85,7 @@ def test_bsp_equals_one_process_with_the_n_fold_batch(workers: int, host_first: 
         slowdown={0: 3.0},
         cluster=any_network(3, workers + 2),
     )
-    # An even segment border: a round is never cut, as without segments.
+    # With an even segment limit, rounds are never cut, as without segments.
     job.samples += job.samples % 2
     if (job.samples // 2) % (job.batch * workers):
         job.segments = 1
@@ -110,13 +110,13 @@ def test_bsp_host_first_sends_one_gradient_per_host() -> None:
         )
         end = run(job)
         sent[host_first] = end.servers[0].traffic.bytes_received / (4 * job.numel * 10)
-    # Per round: a gradient from each worker, or one from each host; headers and draws on top.
+    # Per round: a gradient from each worker, or one from each host, plus headers and leases.
     assert workers <= sent[False] < workers + 0.6
     assert hosts <= sent[True] < hosts + 0.6
 
 
 def test_asp_reads_every_header_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker polls all servers when a bucket arrives; that must not cost more for each."""
+    """When a bucket arrives, a worker polls all servers; this must not cost more for each."""
     read = 0
     unpack = Header.unpack
 
@@ -126,18 +126,18 @@ def test_asp_reads_every_header_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return unpack(numbers)
 
     monkeypatch.setattr(Header, "unpack", staticmethod(counted))
-    # Headers arrive long before what they announce: 20 kB take 0.2 s, so there is much to poll.
+    # Headers arrive long before their buckets: 20 kB take 0.2 s, so there is much to poll.
     slow = Cluster.model_validate({"hosts": 5, "bandwidth_gbit": 8e-4})
     job = Job("asp", workers=2, servers=3, numel=60_000, bucket=5000, samples=80, cluster=slow)
     end = run(job)
     end.check_accounts()
     steps, buckets = 20, len(job.layout.buckets)
-    # A gradient has one for each server, a model one for each bucket; and each side's last.
+    # A gradient has one for each server, a model one for each bucket; plus the last of each side.
     assert read == steps * (3 + buckets) + 2 * 2 * 3
 
 
 def test_bsp_group_limits_the_workers_aggregated_on_a_host() -> None:
-    """Two hosts of six workers: 4 and 2 of each, so four gradients a round."""
+    """Two hosts of six workers: groups of 4 and 2 on each, so four gradients per round."""
     job = Job(
         "bsp",
         workers=12,
@@ -154,32 +154,32 @@ def test_bsp_group_limits_the_workers_aggregated_on_a_host() -> None:
     torch.testing.assert_close(end.model, single_process(job), rtol=1e-4, atol=1e-5)
 
 
-# -- the time that handling takes ---------------------------------------------------
+# -- handling time ------------------------------------------------------------------
 
 
 def waited(algorithm: str, workers: int, settings: dict[str, Any], **cluster: float) -> float:
-    """Seconds that the last worker waits in a step of 1 s, with 17 values in one bucket."""
+    """Return the last worker's wait in a step of 1 s, with 17 values in one bucket."""
     changed = NO_DELAY.model_copy(update=cluster)
     job = Job(algorithm, workers=workers, samples=40 * workers, settings=settings, cluster=changed)
     return float(run(job).workers[-1].traffic.waiting) / 10
 
 
 def test_modelled_server_takes_time_for_its_memory_traffic() -> None:
-    seconds = 4 * 17 * (5 + 2) / 1000  # taken in and sent
+    seconds = 4 * 17 * (5 + 2) / 1000  # received and sent
     assert waited("asp", 1, {}, memory_gbyte=1e-6) == pytest.approx(seconds, abs=0.01)
     assert waited("asp", 1, {}) == pytest.approx(0, abs=0.01)
 
 
 def test_modelled_server_takes_time_for_each_message() -> None:
     assert waited("asp", 1, {}, handling_us=2e5) == pytest.approx(2 * 0.2, abs=0.01)
-    # Two gradients in, two models out; from the second round on the worker that is answered
-    # first is 0.2 s ahead, in which its gradient is taken in.
+    # Two gradients in, two models out; from the second round on, the worker that is answered first
+    # is 0.2 s ahead, during which its gradient is processed.
     measured = waited("bsp", 2, {}, handling_us=2e5)
     assert measured == pytest.approx((4 + 9 * 3) * 0.2 / 10, abs=0.01)
 
 
 def test_modelled_bsp_leader_takes_time_to_sum_its_host() -> None:
-    """Three that follow; the server has one gradient to take in and one model to send."""
+    """Three followers; the server has one gradient to process and one model to send."""
     seconds = 4 * 17 * (3 * 5 + 5 + 2) / 10_000
     measured = waited("bsp", 4, {"bsp": {"host_first": True}}, memory_gbyte=1e-5)
     assert measured == pytest.approx(seconds, abs=0.01)
@@ -195,7 +195,7 @@ def test_asp_with_one_worker_is_sgd() -> None:
 
 @pytest.mark.parametrize("place", ["server", "worker"])
 def test_asp_follows_its_update_rule(place: str) -> None:
-    """Against events written down by hand: gradients applied one by one as they are ready."""
+    """Compared with events computed by hand: gradients are applied one by one as they arrive."""
     job = Job(
         "asp",
         workers=3,
@@ -275,7 +275,7 @@ def test_shat_blends_models_by_staleness() -> None:
 
 
 class Ahead:
-    """How far ahead of the slowest a worker was when it began a step."""
+    """Records each worker's lead over the slowest at the start of each step."""
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
@@ -308,7 +308,7 @@ def test_ssp_blocks_worker_beyond_bound(pull: str, bound: int, seed: int) -> Non
     )
     job.cluster = any_network(seed, job.servers + 5)
     run(job).check_accounts()
-    # With pulls every bound + 1 steps a worker gets up to bound further by itself.
+    # With pulls every bound + 1 steps, a worker advances up to bound steps further by itself.
     assert ahead.most <= (bound if pull == "always" else 2 * bound)
     assert ahead.most >= bound  # the bound was reached: it blocks the fast workers
 
@@ -329,7 +329,7 @@ def test_ssp_with_bound_zero_equals_bsp() -> None:
 
 
 class Falling(Quadratic):
-    """Its gradient is -1 everywhere."""
+    """A problem whose gradient is -1 everywhere."""
 
     def forward(self, noise: Tensor | float = 0.0) -> Tensor:
         return -torch.cat([part.view(-1) for part in self.parts]).sum()
@@ -362,9 +362,9 @@ def test_ssp_reads_all_updates_up_to_its_bound() -> None:
 
 
 def test_ssp_on_bound_sends_every_gradient_unless_it_coalesces() -> None:
-    """A server that needs 3 s for each gradient, and workers that need 1 s.
+    """A server that needs 3 s per gradient, and workers that need 1 s.
 
-    The buckets are too large to be buffered, and more than receives are posted for.
+    The buckets are too large to be buffered, and outnumber the posted receives.
     """
     coalesced = {}
     large: dict[str, Any] = {"workers": 2, "numel": 68_000, "bucket": 17_000, "samples": 120}
@@ -382,7 +382,7 @@ def test_ssp_on_bound_sends_every_gradient_unless_it_coalesces() -> None:
 
 
 def test_ssp_on_bound_applies_own_updates_between_pulls() -> None:
-    """Alone, it takes between two pulls the very steps that its server takes."""
+    """A single worker takes the same steps between two pulls as its server."""
     settings = {"momentum": 0.0, "weight_decay": 0.0, "ssp": {"bound": 3, "pull": "on-bound"}}
     job = Job("ssp", workers=1, samples=80, settings=settings)
     torch.testing.assert_close(run(job).model, single_process(job), rtol=1e-4, atol=1e-5)
@@ -436,7 +436,7 @@ def test_elastic_exchanges_preserve_the_sum_of_models(algorithm: str, seed: int)
 
 @pytest.mark.parametrize("exchange", ["after", "before"])
 def test_easgd_follows_its_update_rule(exchange: str) -> None:
-    """Algorithm 1, in lockstep as the workers are of equal speed but for a little."""
+    """Algorithm 1, in lockstep because the workers are almost equally fast."""
     job = Job(
         "easgd",
         workers=3,

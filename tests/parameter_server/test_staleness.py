@@ -1,4 +1,4 @@
-"""The staleness bound that SSP and ASHL share."""
+"""The staleness bound of SSP and ASHL."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ A, B = Bucket(0, 0, 5, 0), Bucket(1, 5, 9, 0)
 
 
 class Answers:
-    """A bound and the answers that it has given."""
+    """A bound and the answers that it has returned."""
 
     def __init__(self, workers: int, bound: int) -> None:
         self.given: list[tuple[int, int]] = []
@@ -89,7 +89,7 @@ def test_staleness_bound_resets_clocks_with_each_segment() -> None:
     assert answers.take() == [(0, 0)]
     answers.bound.open()
     answers.step(1)
-    assert answers.take() == []  # worker 0 runs again, and from the start
+    assert answers.take() == []  # worker 0 starts again, at step 0
     answers.step(0)
     assert sorted(answers.take()) == [(0, 0), (1, 0)]
 

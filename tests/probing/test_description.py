@@ -1,4 +1,4 @@
-"""Clusters in words: what is understood, and what is said of the rest."""
+"""Parsing of cluster descriptions in words, and errors for the rest."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def complaint(*argv: object) -> str:
 
 
 def simulated(*argv: object) -> SimulateOptions:
-    """What a simulation reads from the file."""
+    """Return the options that a simulation reads from the file."""
     options, _ = read([str(word) for word in argv])
     return check(rendered("test", described_sections(options)), "cluster.toml")
 
@@ -141,7 +141,7 @@ def test_unknown_description_part_is_named_with_examples(text: str, part: str) -
         (["--node", 2], "--node: .*--nodes"),
     ],
 )
-def test_description_fault_is_one_line_error(argv: list[object], cause: str) -> None:
+def test_invalid_description_is_one_line_error(argv: list[object], cause: str) -> None:
     error = complaint(*argv)
     assert re.match(cause, error), error
     assert "\n" not in error
@@ -165,7 +165,7 @@ def test_options_override_description() -> None:
     assert result.cluster.links == {7: 1.0}
 
 
-def test_undescribed_settings_are_left_out_of_file() -> None:
+def test_undescribed_settings_are_omitted_from_file() -> None:
     options, _ = read(["--describe", "4 nodes x 2 GPUs"])
     text = rendered("test", described_sections(options))
     assert re.search(r"^# bandwidth-gbit: .*\b10\b", text, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""What the probe finds on modelled clusters, whose figures are known; and what it makes of them."""
+"""Measurements of the probe on modelled clusters with known figures, and their interpretation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHAPE = [(0.2, 0.6), (0.7, 0.9)]
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without what takes real time."""
+    """Skip measurements that take real time."""
     monkeypatch.setattr(measuring, "memory_bandwidth", lambda seconds: figure([10.0, 11.0, 12.0]))
 
 
@@ -95,7 +95,7 @@ def test_measure_finds_links_latency_and_steps() -> None:
 
 
 def test_measured_cluster_file_simulates_same_cluster() -> None:
-    """What is measured on the cluster of the file is the file."""
+    """Measuring the cluster of a file reproduces the file."""
     first = simulated(measured(lab(4, placement="block", links={2: 1.0}), 8)).cluster
     again = simulated(measured(first, 8)).cluster
     assert again.bandwidth_gbit == pytest.approx(first.bandwidth_gbit, rel=0.01)
@@ -135,7 +135,7 @@ def test_measure_without_shared_hosts_has_no_local_links() -> None:
     assert re.search(r"\btwo hosts\b.*\bslower\b", written)
 
 
-def test_measure_reports_and_leaves_out_failing_rank() -> None:
+def test_measure_reports_and_excludes_failing_rank() -> None:
     result = measured(lab(2, placement="block"), 4, failing=2)
     cause = re.compile(r"^(# )?rank 2 on 1 .*: ZeroDivisionError: division by zero$")
     assert any(map(cause.match, text(result).splitlines()))
@@ -214,5 +214,5 @@ def test_time_steps_times_model(name: str) -> None:
         ([(0.5, 0.6), (0.75, 0.59), (1.0, 0.6)], [(0.5, 0.6), (0.75, 0.6)]),
     ],
 )
-def test_simplified_shape_keeps_relevant_points(points: Any, expected: Any) -> None:
+def test_simplified_keeps_relevant_points_of_gradient_timing(points: Any, expected: Any) -> None:
     assert simplified(points) == expected

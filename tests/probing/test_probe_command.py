@@ -1,4 +1,4 @@
-"""The command as a user runs it, without MPI; and its file, which is whole or not there."""
+"""The probe command without MPI; its cluster file is complete or absent."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_probe_writes_file_of_described_cluster(tmp_path: Path) -> None:
     simulate(tmp_path / "run", *words, "--cluster", tmp_path / "cluster.toml")
     run_summary = summary(tmp_path / "run")
     assert run_summary["workers"] == 6
-    assert run_summary["seconds"] > 5 * 2 * 0.05  # the slow host sets the pace
+    assert run_summary["seconds"] > 5 * 2 * 0.05  # the slow host is the bottleneck
 
 
 def test_probe_overwrites_file_only_with_overwrite(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The probe as a user starts it under mpirun, and what is left of it if it is stopped."""
+"""The probe under mpirun, and its files after interruption."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_killed_probe_leaves_no_file(tmp_path: Path) -> None:
 @pytest.mark.skipif(Lab.available() is not None, reason=Lab.available() or "")
 @pytest.mark.long
 def test_probe_measures_link_rates(tmp_path: Path) -> None:
-    """Slow ones, so that the cores of a small machine do not hold them up."""
+    """The links are slow, so the cores of a small machine are not the bottleneck."""
     rates = {2: 0.02, 3: 0.05}
     out = tmp_path / "cluster.toml"
     with Lab(hosts=4, rate_gbit=0.1) as lab:

@@ -1,4 +1,4 @@
-"""Train a small BERT with Hugging Face's accelerate or with this project in its place.
+"""Train a small BERT with Hugging Face's accelerate, or with this project as a replacement.
 
 Arguments: ``real`` or an algorithm, and ``leave`` to end the loop after three of four epochs.
 """

@@ -1,4 +1,4 @@
-"""Print what an accelerator knows of its process before ``prepare``, then train one epoch.
+"""Print an accelerator's properties before ``prepare``, then train one epoch.
 
 Argument: ``real`` for Hugging Face's accelerate, or an algorithm.
 """

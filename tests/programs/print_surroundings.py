@@ -1,4 +1,4 @@
-"""Print what a program finds around it, and exit with the status or error on standard input."""
+"""Print the program's environment, and exit with the status or error from standard input."""
 
 from __future__ import annotations
 

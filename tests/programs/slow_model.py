@@ -1,4 +1,4 @@
-"""A model whose training steps take 10 ms more."""
+"""A model whose training steps take 10 ms longer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Slow(nn.Module):
-    """A layer that sleeps in training."""
+    """A layer that sleeps during training."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Print the number of child processes before the ranks have met, and after."""
+"""Print the number of child processes before and after the rendezvous of the ranks."""
 
 from __future__ import annotations
 

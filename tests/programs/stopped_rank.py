@@ -1,4 +1,4 @@
-"""Start a rank with a limit of 2 seconds for MPI's start, and stop rank 2.
+"""Start a rank with a limit of 2 seconds for MPI's startup, and stop rank 2.
 
 Arguments: ``before`` or ``after`` MPI has started, and the signal that rank 2 sends to itself.
 """

@@ -1,4 +1,4 @@
-"""Start the watcher of MPI's start, print its process, and behave as the argument says."""
+"""Start the startup watcher, print its process id, and behave as the argument says."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def wait() -> None:
 
 
 def compute_then_wait() -> None:
-    startup.expect(startup.LIBRARIES_LOAD, 1.0)  # on busy cores it may get none of them for so long
+    startup.expect(startup.LIBRARIES_LOAD, 1.0)  # on busy cores it may get no core for so long
     end = time.monotonic() + 3.0
     while time.monotonic() < end:
         pass

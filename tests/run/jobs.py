@@ -13,7 +13,7 @@ from tests.commands import metrics
 from tests.launch import Job
 
 ULFM = ["--with-ft", "ulfm"]
-"""Options of mpirun with which the other ranks survive a failure."""
+"""Options of mpirun that let the other ranks survive a failure."""
 
 
 def wait_until(
@@ -22,8 +22,8 @@ def wait_until(
     """Wait until ``holds()`` is true.
 
     Args:
-        job: must not end before, unless ``or_end``.
-        holds: is called again and again.
+        job: must not end before that, unless ``or_end``.
+        holds: condition, called repeatedly.
         seconds: time limit.
         or_end: also stop waiting when the job ends.
     """
@@ -42,12 +42,12 @@ def checkpoints(run_dir: Path) -> list[Path]:
 
 
 def metrics_so_far(run_dir: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """Return the lines of metrics, none if there is no file yet."""
+    """Return the lines of metrics so far, none if there is no file yet."""
     return metrics(run_dir, kind) if (run_dir / "metrics.jsonl").exists() else []
 
 
 def samples_so_far(run_dir: Path) -> int:
-    """Return the number of samples at the last line of metrics."""
+    """Return the number of samples in the last line of metrics."""
     lines = metrics_so_far(run_dir)
     return int(lines[-1]["samples"]) if lines else 0
 

@@ -1,4 +1,4 @@
-"""Custom loops with an optimizer of the script's own, a case each: how they train and on what."""
+"""Custom training loops with an optimizer of the script: each case is a loop with its settings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def loss_of(model: nn.Module, numbers: torch.Tensor) -> torch.Tensor:
     return (model(numbers) - numbers.flip(1)).square().mean() * 10
 
 
-# -- optimizers, made from the model and the rank ---------------------------------------------
+# -- optimizers, built from the model and the rank --------------------------------------------
 Make = Callable[[nn.Module, int], torch.optim.Optimizer]
 
 
@@ -50,7 +50,7 @@ def adam_by_rank(model: nn.Module, rank: int) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), weight_decay=rank // 2)
 
 
-# -- what the loop does between backward() and run.step() -------------------------------------
+# -- statements between backward() and run.step() ---------------------------------------------
 Body = Callable[[DataParallel, torch.optim.lr_scheduler.LRScheduler, int], None]
 """Arguments: the run, the scheduler, and the number of the batch, from 1."""
 

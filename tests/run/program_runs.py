@@ -1,4 +1,4 @@
-"""Run the programs of ``programs/`` as users run their scripts: under mpirun, or by themselves."""
+"""Run the programs of ``programs/`` as users run their scripts: under mpirun, or directly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.launch import ROOT, Completed, environment, run_ranks
 
 PROGRAMS = Path(__file__).with_name("programs")
 HERE = {"PYTHONPATH": str(ROOT), "ALADDIN_MPI_TEST": "own loop"}
-"""The environment of programs that run in another folder than the project's."""
+"""The environment of programs that run outside the project's folder."""
 
 
 def program(name: str) -> str:
@@ -31,8 +31,8 @@ def run_alone(folder: Path, name: str, *args: object, command: Sequence[str] = (
 
     Args:
         folder: the working directory.
-        name: of the program.
-        args: arguments of the program.
+        name: the program's name.
+        args: the program's arguments.
         command: arguments of Python before the program, such as ``["-m", "aladdin_mpi.simulate"]``.
     """
     ended = subprocess.run(
@@ -47,7 +47,7 @@ def run_alone(folder: Path, name: str, *args: object, command: Sequence[str] = (
 
 
 def run_script(tmp_path: Path, text: str, ranks: int = 3, **how: Any) -> Completed:
-    """Run a short script, of which ``text`` is the content."""
+    """Run a short script with the content ``text``."""
     file = tmp_path / "script.py"
     file.write_text(text)
     return run_ranks(ranks, [str(file)], env=HERE, cwd=tmp_path, **{"timeout": 60, **how})

@@ -1,4 +1,4 @@
-"""A training loop that sets its learning rates itself, in every way that scripts do."""
+"""A training loop that sets its learning rates in every way that scripts do."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from aladdin_mpi.run.data_parallel import DataParallel
 from tests.messages import check_names
 
 RATES = [2.0**-step for step in range(6)]
-"""Of each step: no two have the same."""
+"""Learning rates of the steps, all different."""
 BETWEEN = 3
-"""The step whose rate is set between backward() and run.step()."""
+"""Step whose rate is set between backward() and run.step()."""
 
 
 def train(workers: int, **settings: Any) -> tuple[list[float], bool]:
-    """Return the rate by which each step was taken, and whether one was refused.
+    """Return the rate of each step, and whether a rate was refused.
 
-    The gradient of step k is 1 at value k and 0 elsewhere: so the model shows every step's rate.
+    The gradient of step k is 1 at value k and 0 elsewhere, so the model reveals every step's rate.
     """
     model = nn.Linear(1, len(RATES), bias=False)
     nn.init.zeros_(model.weight)
@@ -65,7 +65,7 @@ def train(workers: int, **settings: Any) -> tuple[list[float], bool]:
 
 
 def train_by_scheduler(workers: int, **settings: Any) -> list[float]:
-    """Train with the same rates by a scheduler that the run steps."""
+    """Train with the same rates set by a scheduler that the run steps."""
     model = nn.Linear(1, len(RATES), bias=False)
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -75,7 +75,7 @@ def train_by_scheduler(workers: int, **settings: Any) -> list[float]:
 
 
 def train_with_short_last_round(workers: int, **settings: Any) -> list[float]:
-    """Set the rates at the head of the loop; one worker has no sample for the last step."""
+    """Set the rates at the start of the loop body; one worker has no sample for the last step."""
     model = nn.Linear(1, len(RATES), bias=False)
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -84,7 +84,7 @@ def train_with_short_last_round(workers: int, **settings: Any) -> list[float]:
 
 
 def train_with_scheduler_made_in_loop(workers: int, **settings: Any) -> list[float]:
-    """Begin with a whole number as the rate; servers have no loop, and so not this scheduler."""
+    """Start with an integer rate; servers run no loop, and so do not have this scheduler."""
     model = nn.Linear(1, len(RATES), bias=False)
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1)

@@ -1,4 +1,4 @@
-"""Damaged files and absurd input: an error message in place of a traceback."""
+"""Damaged files and absurd input cause an error message instead of a traceback."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from aladdin_mpi.transport.virtual.engine import VirtualCluster
 
 
 def test_batch_norm_statistics_are_plain_means_over_the_batches() -> None:
-    """Not those of torch's momentum of 0.1, to which the first batches count next to nothing."""
+    """They do not use torch's momentum of 0.1, which gives the first batches almost no weight."""
     norm = nn.BatchNorm1d(2)
     with torch.no_grad():
         norm(torch.full((4, 2), 50.0))  # of a previous model

@@ -76,7 +76,6 @@ def test_partial_checkpoint_is_replaced_by_one_of_the_same_name(
 
 
 def test_checkpoint_with_more_digits_is_the_newest(tmp_path: Path) -> None:
-    """Its name has more digits than others."""
     store = CheckpointStore(tmp_path)
     write(store, 999_999_999_999)
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Runs that are closed before their loop ends, and runs that follow them in the same process."""
+"""Runs that are closed before their loop ends, and later runs in the same process."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ constructor MemoryError
 
 @pytest.mark.parametrize("algorithm", ["ar-sgd", pytest.param("multistep", marks=pytest.mark.long)])
 def test_run_after_a_failed_run_equals_a_fresh_one(tmp_path: Path, algorithm: str) -> None:
-    """The failed run keeps no hook, thread or lock, however it is closed."""
+    """The failed run leaves no hook, thread or lock, however it is closed."""
     completed = run_alone(tmp_path, "failing_runs", algorithm)
     assert (completed.returncode, completed.stdout) == (0, FAULTS), completed
     assert completed.stderr.count("nn.ModuleDict") == 2, completed
 
 
 def test_close_keeps_the_model_of_the_last_step(tmp_path: Path) -> None:
-    """As plain PyTorch does. A block left without an error ends the run as ``break`` does."""
+    """As in plain PyTorch. A block that exits without an error ends the run as ``break`` does."""
     completed = run_alone(tmp_path, "closed_runs")
     assert (completed.returncode, completed.stdout, completed.stderr) == (0, "True True\n", "")
     assert not (tmp_path / "run" / "summary.json").exists()
@@ -56,7 +56,7 @@ def trained(completed: Completed) -> set[str]:
 
 
 def caught(completed: Completed) -> list[str]:
-    """Return the errors that the ranks caught."""
+    """Return the errors caught by the ranks."""
     return sorted(re.findall(r"^caught (\w+)$", completed.stdout, re.M))
 
 
@@ -72,7 +72,7 @@ def caught(completed: Completed) -> list[str]:
 def test_error_on_one_rank_closes_the_run_on_all_ranks(
     tmp_path: Path, algorithm: str, failing: str, way: str, errors: list[str] | None
 ) -> None:
-    """Also for servers; the next run is like a fresh one."""
+    """Also for servers; the next run equals a fresh one."""
     completed = run_program(tmp_path, "failing_ranks", algorithm, failing, way, timeout=120)
     assert caught(completed) == errors if errors else len(caught(completed)) == 3, completed
     (weights,) = trained(completed)
@@ -102,8 +102,8 @@ DataParallel(nn.Linear(2, 1), samples=8, algorithm="ar-sgd")
     check_names(completed.stderr, "DataParallel:", "run.close()", "with DataParallel")
 
 
-def test_close_reaches_all_simulated_ranks(tmp_path: Path) -> None:
-    """They are one process, and each of them gets a ``ClosedError``."""
+def test_close_ends_all_simulated_ranks(tmp_path: Path) -> None:
+    """All simulated ranks share one process, and each receives a ``ClosedError``."""
     words = ("--workers", 2, "--", "bsp", "1", "with")
     command = ("-m", "aladdin_mpi.simulate")
     completed = run_alone(tmp_path, "failing_ranks", *words, command=command)
@@ -116,7 +116,7 @@ def test_close_reaches_all_simulated_ranks(tmp_path: Path) -> None:
 def test_leaving_the_loop_after_its_last_step_keeps_the_results(
     tmp_path: Path, leaves: str, ranks: int
 ) -> None:
-    """The training is complete then: a block that is left without an error keeps its results."""
+    """Training is complete by then: a block that exits without an error keeps its results."""
     run_program(tmp_path, "left_loops", leaves, ranks=ranks)
     if ranks > 1 or leaves == "break":
         for folder in ("first", "second"):
@@ -126,7 +126,7 @@ def test_leaving_the_loop_after_its_last_step_keeps_the_results(
 def test_failed_run_ignored_by_the_script_ends_the_program_with_an_error(
     tmp_path: Path,
 ) -> None:
-    """Python prints an error that is raised at its exit, and would end with status 0."""
+    """Python prints an error raised at its exit, but would end with status 0."""
     completed = run_program(tmp_path, "ignored_failure", ranks=2, check=False)
     assert completed.returncode != 0
     assert "aladdin_mpi: error" in completed.stderr and "Traceback" not in completed.stderr, (

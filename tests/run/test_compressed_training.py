@@ -1,4 +1,4 @@
-"""Training with compressed gradients and models sent as differences, in virtual time."""
+"""Simulated training with compressed gradients and models sent as differences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.quadratic import network
 
 UNEQUAL = (1.0, 1.7, 2.9)
 SLOW = network(hosts=5, bandwidth_gbit=0.3e-3, latency_us=1e4)
-"""Links on which 200 KB take five seconds, and so many steps."""
+"""Links on which 200 KB take five seconds, that is five steps."""
 WORKER = {"momentum": "worker"}
 ALGORITHMS: list[dict[str, Any]] = [
     {"algorithm": "aladdin"},
@@ -23,7 +23,7 @@ ALGORITHMS: list[dict[str, Any]] = [
     {"algorithm": "shat", "settings": {"shat": WORKER}},
 ]
 UNHINDERED = [case for case in ALGORITHMS if case["algorithm"] != "ssp"]
-"""Without SSP, which releases several workers at once, in the order of message sizes."""
+"""SSP is omitted: it releases several workers at once, in the order of message sizes."""
 
 
 def job(case: dict[str, Any], **changes: Any) -> Job:
@@ -44,7 +44,7 @@ def coalesced(end: Outcome) -> int:
 
 
 def left_of(end: Outcome) -> torch.Tensor:
-    """Return the unsent values of each worker, one worker a row."""
+    """Return each worker's unsent values, one worker per row."""
     rows = []
     for worker in end.workers:
         assert isinstance(worker.codec, DeepGradientCompression)
@@ -84,7 +84,7 @@ def test_models_sent_as_differences_equal_whole_models(
 
 
 @pytest.mark.parametrize("case", ALGORITHMS, ids=name_of)
-def test_compressed_training_learns_with_one_value_in_a_hundred(case: dict[str, Any]) -> None:
+def test_compressed_training_converges_with_one_percent_of_values(case: dict[str, Any]) -> None:
     this = job(case, samples=4000)
     dense, compressed = run(replace(this, ratio=None)), run(this)
     assert dense.accuracy() > 0.85
@@ -98,9 +98,9 @@ def test_compressed_training_learns_with_one_value_in_a_hundred(case: dict[str, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compressed_training_loses_no_gradient(dtype: torch.dtype) -> None:
-    """Without blending the global model is the mean of the local ones, but for unsent values.
+    """Without blending, the global model is the mean of the local models, except for unsent values.
 
-    Also if gradients are coalesced before they are compressed.
+    This holds also if gradients are coalesced before they are compressed.
     """
     settings = {"aladdin": {"alpha": 0.0, "ring": 1}, "momentum": 0.9, "weight_decay": 0.01}
     this = Job(settings=settings, dtype=dtype, samples=1000, cluster=SLOW, segments=2)
@@ -130,8 +130,8 @@ def test_restored_worker_sends_its_compression_remainder() -> None:
 
 
 @pytest.mark.parametrize("case", ALGORITHMS, ids=name_of)
-def test_timed_computing_sends_about_as_many_compressed_bytes(case: dict[str, Any]) -> None:
-    """Models are an upper bound: it is not known which values two gradients have in common."""
+def test_timed_computing_sends_similar_number_of_compressed_bytes(case: dict[str, Any]) -> None:
+    """Models are an upper bound: the values that two gradients share are unknown."""
     this = job(case, samples=2000)
     real, timed = run(this), run(replace(this, timed=True))
     assert real.bytes_sent(real.workers) == pytest.approx(timed.bytes_sent(timed.workers), rel=0.1)

@@ -1,4 +1,4 @@
-"""Copies of a model that trains: by copy, pickle and torch.save, within a loop and after it."""
+"""Copies of a model by copy, pickle and torch.save, during and after training."""
 
 from __future__ import annotations
 

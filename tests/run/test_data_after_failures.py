@@ -1,4 +1,4 @@
-"""Samples are distributed once in every epoch, also after workers have failed; simulated."""
+"""In simulations, samples are distributed once per epoch, also after workers have failed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORKERS = 3
 
 
 class Dealt:
-    """How often each sample of each epoch was distributed, by (epoch, index)."""
+    """Number of times that each sample was distributed, by (epoch, index)."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.times = Counter[tuple[int, int]]()
@@ -44,7 +44,7 @@ def play(
     start: float = 0.0,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Train, and return the summary; ``lost`` are workers by the second in which they fail."""
+    """Train, and return the summary; ``lost`` maps workers to the second in which they fail."""
     servers = 1 if find_algorithm(algorithm).has_servers else 0
 
     def train(transport: Transport) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def play(
 def test_remaining_samples_of_a_failed_worker_are_redistributed_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, algorithm: str
 ) -> None:
-    """The worker was epochs ahead; the others get its remaining samples at the next checkpoint."""
+    """The failed worker was epochs ahead; the next checkpoint redistributes its samples."""
     dealt = Dealt(monkeypatch)
     samples = 10 * LENGTH
     figures = play(
@@ -92,14 +92,14 @@ def test_remaining_samples_of_a_failed_worker_are_redistributed_once(
     )
     assert max(epoch for epoch, _ in dealt.times) == 9
     assert set(dealt.times.values()) == {1}
-    # Of those that are lost the failed worker had not begun to load the last batch.
+    # The failed worker had not yet loaded the last batch of the lost samples.
     assert samples - figures["samples_lost"] <= dealt.times.total() <= samples
 
 
-def test_failed_worker_continues_in_its_data_after_resume(
+def test_failed_worker_continues_its_data_after_resume(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The run ends without it, and is resumed with as many workers as it began with."""
+    """The run ends without it, and is resumed with the original number of workers."""
     dealt = Dealt(monkeypatch)
     folder = tmp_path / "run"
     samples = 10 * LENGTH

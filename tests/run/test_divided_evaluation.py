@@ -1,4 +1,4 @@
-"""Evaluations divided among the workers: the figures are those of one rank."""
+"""Evaluations divided among the workers yield the figures of an evaluation on one rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def trained(run: Path) -> dict[str, torch.Tensor]:
 
 
 def small_runs(folder: Path, algorithm: str, runs: dict[str, list[Any]]) -> dict[str, Path]:
-    """The folders of short runs with different options."""
+    """Return the folders of short runs with different options."""
     options = ["--model", "small_net:build", "--algorithm", algorithm, "--epochs", 2]
     for name, more in runs.items():
         train(4, folder / name, *options, *more, modules=PROGRAMS)
@@ -37,7 +37,7 @@ def small_runs(folder: Path, algorithm: str, runs: dict[str, list[Any]]) -> dict
 
 @pytest.mark.parametrize("algorithm", ["ar-sgd", "aladdin"])
 def test_divided_evaluation_has_the_figures_of_one_rank(tmp_path: Path, algorithm: str) -> None:
-    # A rate at which nothing is learned: the model is the same whenever it is copied.
+    # The learning rate is too low to learn: the model is the same whenever it is copied.
     same = ["--lr", 1e-30, "--eval-every", 0.5, "--evaluate-on"]
     runs = small_runs(
         tmp_path, algorithm, {"alone": [*same, "rank-0"], "shared": [*same, "workers"]}
@@ -50,7 +50,7 @@ def test_divided_evaluation_has_the_figures_of_one_rank(tmp_path: Path, algorith
 
 
 def test_evaluation_does_not_change_random_numbers_of_training(tmp_path: Path) -> None:
-    """Its dropout: no evaluation draws from the generator, or puts it back."""
+    """Dropout: no evaluation draws from the generator or resets it."""
     often = ["--eval-every", 0.25, "--evaluate-on"]
     runs = small_runs(
         tmp_path,
@@ -76,7 +76,7 @@ def test_rank_0_evaluates_alone_after_a_worker_fails(tmp_path: Path) -> None:
     options += ["--evaluate-on", "workers"]
     with training(4, run, *options, modules=PROGRAMS, mpirun=ULFM) as job:
         wait_until(job, lambda: len(metrics_so_far(run, "train")) >= 12)
-        # An evaluation has begun with the second epoch, and takes longer than this.
+        # An evaluation began with the second epoch, and takes longer than this.
         kill_ranks(job, [2])
         completed = job.wait(100)
     assert completed.returncode == 0, repr(completed)

@@ -1,4 +1,4 @@
-"""Ranks that fail before the first step, or after the last, do not prevent the results."""
+"""Ranks that fail before the first step or after the last do not prevent the results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.simulation import start
 def run_killed(
     folder: Path, algorithm: str, killed: str, moment: str, check: bool = True
 ) -> Completed:
-    """Train on three ranks, of which some are killed ``before`` or ``after`` the training."""
+    """Train on three ranks, some of which are killed ``before`` or ``after`` the training."""
     words = (algorithm, killed, moment)
     return run_program(folder, "killed_early_or_late", *words, mpirun=ULFM, check=check)
 
@@ -28,7 +28,7 @@ def run_killed(
 def test_worker_failing_before_training_is_excluded(
     tmp_path: Path, algorithm: str, killed: int
 ) -> None:
-    """Also the first worker, whose data all others are checked against."""
+    """Includes the first worker, whose data are the reference for all others."""
     completed = run_killed(tmp_path, algorithm, str(killed), "before")
     figures = summary(tmp_path / "run")
     assert [(each["rank"], each["what"]) for each in figures["failures"]] == [(killed, "died")]
@@ -72,7 +72,7 @@ def test_worker_failing_before_training_is_excluded_in_simulation(
 
 
 def test_failed_ranks_rejoin_a_resumed_simulation(tmp_path: Path) -> None:
-    """As over MPI, also if the rank was needed: it failed before the resumed run."""
+    """As over MPI, even if the rank was required: it failed before the resumed run."""
     plan = ["--workers", 3, "--servers", 2, "--quiet", "--checkpoint-every", 160]
     words = [*plan, "--run-dir", tmp_path / "run", "--samples", 640, "--failures", "0=1.3", "3=1.2"]
     first = start(*words)

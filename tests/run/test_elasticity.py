@@ -1,8 +1,8 @@
 """Property tests of the elasticity machine: thousands of schedules, without MPI and without torch.
 
-A schedule simulates every rank's machine, the messages between them and when each rank learns of a
-failure. A seed draws all of it; a test that fails names the seed, which replays the schedule.
-``ALADDIN_MPI_SCHEDULES=500`` runs 25 times as many schedules.
+A schedule simulates every rank's machine, the messages between them, and the times at which each
+rank learns of failures. All of it depends on a seed; a failed test names the seed, which replays
+it. ``ALADDIN_MPI_SCHEDULES=500`` runs 25 times as many schedules.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ TIMEOUT = "the transport's timeout"
 SCHEDULES = int(os.environ.get("ALADDIN_MPI_SCHEDULES", "20"))
 BLOCKS = 20
 PER_BLOCK = 10 * SCHEDULES
-"""Schedules of a test: 20 blocks of 200."""
+"""Schedules per test: 20 blocks of 200."""
 
 
 Move = Callable[[], None]
-"""Something that may happen next."""
+"""An event that can happen next."""
 
 
 def holder(server: int, servers: int) -> int:
-    """As :func:`aladdin_mpi.exchange.server_replica.keeper_of`."""
+    """Return the rank that keeps a server's replica, as ``server_replica.keeper_of`` does."""
     return (server + 1) % servers if servers > 1 else servers
 
 
 def facts(rank: int, members: Membership, drawn: int, ended_at: int | None = None) -> RankFacts:
-    """The facts that a rank of a group reports; its first two ranks know the accounting."""
+    """Return the facts that a rank of a group reports; its first two ranks have the accounting."""
     place = members.place(rank)
     assert place is not None
     accounting = {"seconds": float(members.number), "place": place}
@@ -82,11 +82,11 @@ def facts(rank: int, members: Membership, drawn: int, ended_at: int | None = Non
 # -- schedules of failures and messages -------------------------------------------------
 @dataclass
 class Node:
-    """A simulated rank: its machine, and what its driver would wait for."""
+    """A simulated rank: its machine, and the decision that its driver carries out."""
 
     machine: ElasticityMachine
     waiting: Decision | None = None
-    """The decision that the driver carries out now."""
+    """The decision that the driver is carrying out."""
     group: Membership | None = None
     """The group whose set-up this rank has entered."""
     is_set_up: bool = False
@@ -99,7 +99,7 @@ class Node:
 
 
 def check_sources(plan: TakeoverPlan) -> None:
-    """A server's replica is used exactly if the server is lost and a member has the replica."""
+    """A server's replica is used if and only if the server is lost and a member has the replica."""
     for server in range(plan.servers):
         replica = plan.former[holder(server, plan.servers)]
         is_lost = plan.former[server] not in plan.present
@@ -113,7 +113,7 @@ class Simulation:
     """A job whose ranks fail while it regroups.
 
     Messages between two ranks arrive in order, after any delay. A failed rank's messages may or
-    may not arrive. Each rank learns of a failure at any later moment.
+    may not arrive. Each rank learns of a failure at any later time.
     """
 
     def __init__(self, seed: int, hangs: bool = False) -> None:
@@ -127,7 +127,7 @@ class Simulation:
             Node(ElasticityMachine(rank, self.size, self.first, needs_all=needs_all))
             for rank in range(self.size)
         ]
-        self.alive = set(range(self.size))
+        self.surviving = set(range(self.size))
         self.messages: dict[tuple[int, int], list[Any]] = {}
         self.may_return = r.random() < 0.5
         self.ends_training = r.random() < 0.2
@@ -139,11 +139,11 @@ class Simulation:
         self.trained = self.first
         """The newest group in which training has started."""
         self.formed: dict[int, dict[int, Membership]] = {}
-        """Of each group number the groups in which ranks have completed their set-up."""
+        """For each group number, the groups in which ranks have completed their set-up."""
         self.origins: dict[Membership, tuple[int, tuple[int, ...]]] = {}
-        """Of each group the one from whose state it continues."""
+        """For each group, the group from whose state it continues."""
         self.entered: dict[Membership, set[int]] = {}
-        """Of each group the ranks that have entered its set-up."""
+        """For each group, the ranks that have entered its set-up."""
         for node in self.nodes:
             if not node.machine.is_spare:
                 node.group, node.is_set_up, node.has_started = self.first, True, True
@@ -166,7 +166,7 @@ class Simulation:
         for decision in decisions:
             match decision:
                 case JoinRendezvous(leader, before, reported):
-                    assert leader in self.alive or leader not in node.lost
+                    assert leader in self.surviving or leader not in node.lost
                     self.send(me, leader, JoinArrived(me, before, reported))
                 case ExcludeRank(rank):
                     node.excluded.add(rank)
@@ -189,12 +189,12 @@ class Simulation:
             node.waiting = decisions[-1]
 
     def is_revoked(self, node: Node, lost: frozenset[int]) -> bool:
-        """Whether the node's group cannot continue without the ranks ``lost``."""
+        """Return whether the node's group cannot continue without the ranks ``lost``."""
         places = [node.group.place(rank) for rank in lost] if node.group is not None else []
         return any(place is not None and node.machine.needs(place) for place in places)
 
     def leave(self, node: Node) -> None:
-        """Leave a group that is revoked, and tell its other ranks."""
+        """Leave a revoked group, and notify its other ranks."""
         assert node.group is not None
         me, group = node.machine.rank, node.group
         was_set_up, node.group = node.is_set_up, None
@@ -228,14 +228,14 @@ class Simulation:
             moves.append(partial(self.fail, rank))
         for rank in self.to_hang:
             moves.append(partial(self.hang, rank))
-        for rank in self.alive - set(self.to_hang):
+        for rank in self.surviving - set(self.to_hang):
             if self.nodes[rank].is_hanging and self.may_return and not self.is_excluded(rank):
                 moves.append(partial(self.resume, rank))
-        for rank in self.alive:
+        for rank in self.surviving:
             node = self.nodes[rank]
             if node.is_hanging:
                 continue
-            for gone in set(range(self.size)) - self.alive - node.lost:
+            for gone in set(range(self.size)) - self.surviving - node.lost:
                 moves.append(partial(self.learn, node, gone))
             group = node.group
             if group is not None and node.is_set_up and not node.has_started:
@@ -249,8 +249,8 @@ class Simulation:
         return moves or self.timeouts()
 
     def timeouts(self) -> list[Move]:
-        """Return what happens when nothing else does, because ranks hang."""
-        running = [self.nodes[rank] for rank in self.alive if not self.nodes[rank].is_hanging]
+        """Return the events that happen when nothing else does, because ranks hang."""
+        running = [self.nodes[rank] for rank in self.surviving if not self.nodes[rank].is_hanging]
         silent = [
             (node, rank)
             for node in running
@@ -269,16 +269,16 @@ class Simulation:
         return [self.time_out] if any(map(self.is_stuck, running)) else []
 
     def hanging(self, group: Membership) -> set[int]:
-        return {rank for rank in group.ranks if self.nodes[rank].is_hanging} & self.alive
+        return {rank for rank in group.ranks if self.nodes[rank].is_hanging} & self.surviving
 
     def is_stuck(self, node: Node) -> bool:
-        """Whether a rank waits for one that hangs, of which no heartbeats are expected."""
+        """Return whether a rank waits for a hanging rank from which no heartbeats are expected."""
         if isinstance(node.waiting, JoinRendezvous):
             return self.nodes[node.waiting.leader].is_hanging
         return node.group is not None and not node.is_set_up and bool(self.hanging(node.group))
 
     def time_out(self) -> None:
-        """The transport's own timeout ends the job."""
+        """The transport's timeout ends the job."""
         self.ended = TIMEOUT
 
     def exclude(self, node: Node, rank: int) -> None:
@@ -288,9 +288,9 @@ class Simulation:
 
     def fail(self, rank: int) -> None:
         self.to_fail.remove(rank)
-        self.alive.discard(rank)
+        self.surviving.discard(rank)
         for (source, _), queue in self.messages.items():
-            if source == rank:  # the last of its messages are lost
+            if source == rank:  # its last messages are lost
                 del queue[self.random.randint(0, len(queue)) :]
 
     def hang(self, rank: int) -> None:
@@ -308,7 +308,7 @@ class Simulation:
         self.carry_out(node, RanksLost(frozenset(node.lost)))
 
     def may_complete(self, node: Node, group: Membership) -> bool:
-        """Whether every rank has entered the group's set-up, which meets at its rank 0."""
+        """Return whether every rank has entered the group's set-up, led by its rank 0."""
         return not node.is_set_up and self.entered[group] == {*group.ranks}
 
     def complete(self, node: Node) -> None:
@@ -319,7 +319,7 @@ class Simulation:
         self.check_one_group(node.group)
 
     def is_set_up(self, group: Membership | None) -> bool:
-        """Whether every rank has completed the group's set-up, so that training can start."""
+        """Return whether every rank has completed the group's set-up: training can start."""
         assert group is not None
         return all(self.formed.get(rank, {}).get(group.number) == group for rank in group.ranks)
 
@@ -331,17 +331,17 @@ class Simulation:
         node.machine.start_training()
 
     def check_one_group(self, group: Membership) -> None:
-        """No other group is active that has a member in common with this one."""
-        for rank in self.alive:
+        """Check that no other active group has a common member with this one."""
+        for rank in self.surviving:
             other = self.nodes[rank]
             if other.group in (None, group) or not other.is_set_up or other.is_hanging:
                 continue
             assert other.group is not None
-            assert not set(group.ranks) & set(other.group.ranks) & self.alive, "two groups"
+            assert not set(group.ranks) & set(other.group.ranks) & self.surviving, "two groups"
 
     def can_take(self, node: Node, source: int, message: Any) -> bool:
-        """Whether a driver would receive the message now."""
-        if node.machine.rank not in self.alive or node.is_hanging:
+        """Return whether a driver would receive the message now."""
+        if node.machine.rank not in self.surviving or node.is_hanging:
             return False
         if isinstance(message, JoinArrived):
             return node.waiting == AwaitJoin(source) or source in node.excluded
@@ -364,7 +364,7 @@ class Simulation:
 
     # -- invariants -------------------------------------------------------------------------
     def check(self) -> None:
-        """Check the invariants once nothing more can happen."""
+        """Check the invariants when no further event is possible."""
         by_number: dict[int, set[Membership]] = {}
         for groups in self.formed.values():
             for number, group in groups.items():
@@ -384,37 +384,37 @@ class Simulation:
                 "a rank waits for ever"
             )
             assert (rank in members.ranks) == (node.machine.phase is MachineState.TRAINING)
-        assert self.alive.issuperset(members.ranks[: max(1, members.servers)])
+        assert self.surviving.issuperset(members.ranks[: max(1, members.servers)])
 
     @property
     def taking_part(self) -> set[int]:
-        """The ranks that have neither failed nor hung nor been excluded."""
-        running = {rank for rank in self.alive if not self.nodes[rank].is_hanging}
+        """Return the ranks that have not failed, hung or been excluded."""
+        running = {rank for rank in self.surviving if not self.nodes[rank].is_hanging}
         return {r for r in running if not any(r in self.nodes[o].excluded for o in running)}
 
     def check_end(self) -> None:
-        """The run ends exactly when no group can be formed."""
+        """Check that the run ends if and only if no group can be formed."""
         assert self.ended is not None
-        living = self.taking_part
+        participants = self.taking_part
         trained = self.trained
         if "too few" in self.ended:
-            known = [self.nodes[rank].machine.members for rank in living] or [self.first]
+            known = [self.nodes[rank].machine.members for rank in participants] or [self.first]
             newest = max(known, key=lambda members: members.number)
             with pytest.raises(LostError):
-                next_membership(newest, living, self.ends_training)
+                next_membership(newest, participants, self.ends_training)
         elif "both failed" in self.ended or "no surviving" in self.ended:
-            accounting = living.intersection(trained.ranks[:2])
-            workers = living.intersection(trained.ranks[trained.servers :])
+            accounting = participants.intersection(trained.ranks[:2])
+            workers = participants.intersection(trained.ranks[trained.servers :])
             assert not (accounting and workers), "the run could continue"
         elif self.ended == TIMEOUT:
-            assert any(self.nodes[rank].is_hanging for rank in self.alive)
+            assert any(self.nodes[rank].is_hanging for rank in self.surviving)
         else:
-            assert not living & set(trained.ranks)
+            assert not participants & set(trained.ranks)
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))
-def test_failures_at_any_moment(block: int) -> None:
-    """Surviving ranks reach one decision, and the run ends only when no group can be formed."""
+def test_elasticity_survives_failures_at_any_moment(block: int) -> None:
+    """Surviving ranks reach one decision, and the run ends only if no group can be formed."""
     for seed in range(block * PER_BLOCK, (block + 1) * PER_BLOCK):
         check_schedule(seed)
 
@@ -438,7 +438,7 @@ def check_schedule(seed: int, hangs: bool = False) -> Simulation:
 # -- samples and gradients --------------------------------------------------------------
 @dataclass
 class Segment:
-    """A group's segment when it is revoked, and the facts of the ranks that are left."""
+    """A group's segment when it is revoked, and the facts of the remaining ranks."""
 
     plan: TakeoverPlan
     granted: list[int]
@@ -449,7 +449,7 @@ STEP = 4
 
 
 def segment(seed: int) -> Segment:
-    """Draw a segment: every worker has computed some of the samples that it was granted."""
+    """Draw a segment: every worker has computed some of its leased samples."""
     r = random.Random(seed)
     servers, workers = r.choice([0, 1, 2]), r.randint(2, 5)
     first = begin(servers + workers, servers, 0)
@@ -487,8 +487,8 @@ def segment(seed: int) -> Segment:
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))
-def test_samples_are_computed_granted_again_or_lost(block: int) -> None:
-    """Each sample that was granted is one of them, and exactly one."""
+def test_every_sample_is_computed_leased_again_or_counted_as_lost(block: int) -> None:
+    """Each leased sample is in exactly one of these states."""
     for seed in range(block * PER_BLOCK, (block + 1) * PER_BLOCK):
         drawn = segment(seed)
         plan, budget = drawn.plan, drawn.plan.accounting["budget"]
@@ -504,8 +504,8 @@ def test_samples_are_computed_granted_again_or_lost(block: int) -> None:
         assert plan.drawn == plan.segment + budget["passed_over"] + by_survivors + by_lost + lost
 
 
-def test_gradients_are_applied_or_lost() -> None:
-    """What surviving workers have computed and servers have not applied is counted as lost."""
+def test_every_gradient_is_applied_or_counted_as_lost() -> None:
+    """Gradients that surviving workers have computed and servers have not applied count as lost."""
     for seed in range(PER_BLOCK):
         r, plan = random.Random(seed), segment(seed).plan
         computed, from_failed = r.randint(0, 50), r.randint(0, 10)
@@ -517,8 +517,8 @@ def test_gradients_are_applied_or_lost() -> None:
 
 
 # -- single rules -----------------------------------------------------------------------
-def test_leaders_agree_although_they_know_different_memberships() -> None:
-    """Rank 0 failed when rank 4 had its announcement of the group and rank 1 had not."""
+def test_leaders_with_different_memberships_agree() -> None:
+    """Rank 0 failed after rank 4 had received its announcement and before rank 1 had."""
     first = begin(5, 1, 2)
     second = next_membership(first, {0, 1, 4})
     assert second.ranks == (0, 1, 4)
@@ -532,7 +532,7 @@ def test_leaders_agree_although_they_know_different_memberships() -> None:
     assert leaders == [1, 1]
 
 
-def test_every_member_is_needed_while_a_group_is_set_up() -> None:
+def test_group_setup_requires_every_member() -> None:
     first = begin(4, 1, 0)
     machine = ElasticityMachine(1, 4, first)
     machine.complete_setup()
@@ -548,8 +548,8 @@ def test_every_member_is_needed_while_a_group_is_set_up() -> None:
     assert [machine.needs(place) for place in range(2)] == [True, True]
 
 
-def test_state_of_the_former_group_is_kept_until_training_starts() -> None:
-    """A rank that has completed a set-up which others have not falls back to the former group."""
+def test_previous_group_state_is_kept_until_training_starts() -> None:
+    """A rank that completed a set-up that others did not falls back to the previous group."""
     first = begin(3, 0, 0)
     second = next_membership(first, {0, 1, 2})
     third = next_membership(second, {0, 1})
@@ -562,7 +562,7 @@ def test_state_of_the_former_group_is_kept_until_training_starts() -> None:
     assert plan is not None and (plan.number, plan.segment) == (2, 20)
 
 
-def test_rank_in_a_long_step_is_not_excluded() -> None:
+def test_rank_in_long_step_is_not_excluded() -> None:
     first = begin(3, 0, 0)
     machine = ElasticityMachine(0, 3, first)
     machine.complete_setup()
@@ -586,8 +586,7 @@ def test_standby_coordinator_is_on_another_host() -> None:
     assert standby_coordinator([0], [0, 0]) is None
 
 
-def test_machine_needs_neither_torch_nor_mpi() -> None:
-    """Nor a transport, the package's or another."""
+def test_elasticity_machine_imports_neither_torch_nor_mpi() -> None:
     code = (
         "import sys, aladdin_mpi.run.elasticity\n"
         "print([n for n in sys.modules if n in ('torch', 'mpi4py') or 'transport' in n])"

@@ -20,8 +20,9 @@ from aladdin_mpi.transport.virtual.engine import VirtualCluster
 
 SCHEDULES = int(os.environ.get("ALADDIN_MPI_SCHEDULES", "2"))
 LEFT_OUT = ("multistep", "ssp")
-"""The first sums whole layers, of a larger model. With the second a worker that is as far ahead as
-it may be waits for one that waits for it (docs/your-script.md)."""
+"""The first sums whole layers, of a larger model. With the second, a worker that is as far ahead as
+allowed waits for one that waits for it (docs/your-script.md).
+"""
 
 
 class Points(Dataset[tuple[Tensor, Tensor]]):
@@ -39,8 +40,10 @@ class Points(Dataset[tuple[Tensor, Tensor]]):
 
 @pytest.mark.parametrize("seed", range(SCHEDULES))
 @pytest.mark.parametrize("algorithm", sorted(set(ALGORITHMS) - set(LEFT_OUT)))
-def test_workers_meet_at_the_end_of_every_epoch(tmp_path: Path, algorithm: str, seed: int) -> None:
-    """However few batches some have in it, and wherever a checkpoint or the end of the run is."""
+def test_workers_synchronise_at_the_end_of_every_epoch(
+    tmp_path: Path, algorithm: str, seed: int
+) -> None:
+    """However few batches some workers have, and wherever a checkpoint or the end of the run is."""
     r = random.Random(f"{algorithm} {seed}")
     workers, length, batch = r.choice([2, 3, 5]), r.choice([8, 20, 45]), r.choice([1, 3, 8])
     samples = r.randrange(length // 2, 4 * length)

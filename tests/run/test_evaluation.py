@@ -1,4 +1,4 @@
-"""Evaluation runs next to training: it neither stops the server nor lengthens the run."""
+"""Evaluation runs in parallel to training: it neither stops the server nor extends the run."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def test_training_continues_during_an_evaluation(tmp_path: Path, servers: int) -
     evaluations = metrics(run_dir, "eval")
     assert len(evaluations) >= 3
     assert rises(evaluations)
-    # Steps of 0.01 s: an evaluation of 2 s sees many gradients of each worker, if it stops none.
+    # Steps of 0.01 s: during an evaluation of 2 s, many gradients of each worker arrive.
     during = [line["gradients_meanwhile"] for line in evaluations[:-1]]
     assert max(during) > 20, during
-    # No gap in the metrics is as long as an evaluation would be.
+    # The metrics have no gap as long as an evaluation.
     moments = [line["seconds"] for line in metrics(run_dir, "train")]
     gaps = [later - earlier for earlier, later in pairwise(moments)]
     assert max(gaps) < ITEMS * ITEM, gaps
-    # An evaluation due during another is skipped, and the last one is always made.
+    # An evaluation that is due during another is skipped, except for the last one.
     assert len(evaluations) < 9
     assert evaluations[-1]["samples"] == summary(run_dir)["samples"] == 7200
     # The evaluation after the last sample does not count as training time.

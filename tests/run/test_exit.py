@@ -1,4 +1,4 @@
-"""User code that calls sys.exit() during a run: an error on one rank names the place."""
+"""User code that calls sys.exit() during a run: one rank reports an error that names the place."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SOURCE = PROGRAMS / "quitting.py"
 LINE = next(
     number for number, line in enumerate(SOURCE.read_text().splitlines(), 1) if "# here" in line
 )
-"""The line of the data set's ``sys.exit(0)``."""
+"""Line number of the data set's ``sys.exit(0)``."""
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_sys_exit_in_user_code_is_refused_in_simulation(
 def test_sys_exit_over_mpi_is_reported_by_one_rank(tmp_path: Path, processes: int) -> None:
     parts = ("--dataset", "quitting:quitting_data", "--model", "quitting:plain_model")
     options = (*parts, "--algorithm", "asp", *SHORT, "--loader-workers", processes)
-    # The server that loader processes are forked by would outlive a warm rank.
+    # The server process that forks loader processes would outlive a warm rank.
     how: dict[str, Any] = {"check": False, "modules": PROGRAMS, "is_warm": not processes}
     completed = train(3, tmp_path / "run", *options, **how)
     place = f"error (rank 1): {SOURCE}, line {LINE}, in __getitem__: "
@@ -77,7 +77,7 @@ def test_sys_exit_in_a_simulated_script_is_refused_until_the_run_ends(
         check_names(refusal(completed), f"{source}, line ", "sys.exit(")
 
 
-def test_exit_guard_lets_other_exceptions_pass() -> None:
+def test_exit_guard_does_not_catch_other_exceptions() -> None:
     with pytest.raises(SuspendedError), guard.no_exit():
         raise SuspendedError
     with pytest.raises(ZeroDivisionError), guard.no_exit():

@@ -1,4 +1,4 @@
-"""A failure during a run ends the whole job: soon, with its reason, and without leftovers."""
+"""A failure during a run ends the whole job quickly, with its reason, and leaves no processes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ SOON = 10.0
 
 @pytest.fixture
 def mark() -> dict[str, str]:
-    """A variable in the environment of every process of the job, to find them by."""
+    """Set a variable in the environment of every process of the job, to find them."""
     return {"ALADDIN_MPI_TEST_MARK": uuid.uuid4().hex}
 
 
 def ended(job: Job, mark: dict[str, str]) -> Completed:
-    """Wait for the job, which must fail, and check that no process is left."""
+    """Wait for the job, which must fail, and check that no process remains."""
     completed = job.wait(100)
     assert completed.returncode != 0
     assert end_of(mark["ALADDIN_MPI_TEST_MARK"], 5), repr(completed)
@@ -42,7 +42,7 @@ def ended(job: Job, mark: dict[str, str]) -> Completed:
 def troubled(
     tmp_path: Path, mark: dict[str, str], *options: object, **how: Any
 ) -> AbstractContextManager[Job]:
-    """Start three ranks with a model that writes the moment of its failure to the file ``when``."""
+    """Start three ranks with a model that writes the time of its failure to the file ``when``."""
     env = {**mark, "TROUBLE_FILE": str(tmp_path / "when")}
     return training(3, tmp_path / "run", *options, modules=PROGRAMS, env=env, **how)
 
@@ -87,7 +87,7 @@ def test_exception_on_one_rank_ends_the_job_under_mpich(
 def long_run(
     tmp_path: Path, mark: dict[str, str], every: int = 500, seen: str = "checkpoint/samples-*"
 ) -> Iterator[Job]:
-    """A job in mid-training, which writes a great deal; ``seen`` is there when it begins.
+    """Yield a job during training that writes frequently; the file ``seen`` exists when it begins.
 
     ``every`` is the interval between checkpoints.
     """
@@ -109,7 +109,7 @@ def long_run(
 
 
 def check_end(job: Job, mark: dict[str, str], run_dir: Path) -> None:
-    """Check that the job, just hurt, ends, and what it leaves."""
+    """Check that the interrupted job ends, and check its files and processes."""
     start = time.monotonic()
     completed = ended(job, mark)
     assert time.monotonic() - start < SOON
@@ -153,7 +153,7 @@ def test_killed_rank_ends_the_job_and_keeps_the_checkpoint(
 
 def test_exception_in_message_handler_ends_the_job(tmp_path: Path, mark: dict[str, str]) -> None:
     """Rank 0 writes metrics while it handles a worker's message."""
-    # No checkpoints: the other ranks write none and so cannot be the first to fail.
+    # Without checkpoints, the other ranks write no files and so cannot be the first to fail.
     with long_run(tmp_path, mark, every=10**9, seen="metrics.jsonl") as job:
         (tmp_path / "run").rename(tmp_path / "gone")
         start = time.monotonic()

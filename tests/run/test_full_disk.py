@@ -1,4 +1,4 @@
-"""A full disk ends the run with an error, and the last checkpoint stays as it was."""
+"""A full disk ends the run with an error, and the last checkpoint stays unchanged."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_full_disk_ends_the_run_and_keeps_the_last_checkpoint(disk: Path) -> Non
     train(3, run_dir, "--epochs", 1, "--device", "cpu", "--quiet")
     last, before = checkpoint(run_dir), _parts(run_dir)
     used = shutil.disk_usage(disk).used
-    assert _mount(disk, used + sum(map(len, before)) // 2, "remount")  # half of another
+    assert _mount(disk, used + sum(map(len, before)) // 2, "remount")  # half of another checkpoint
 
     completed = train(3, None, "--resume", run_dir, "--epochs", 3, check=False)
     message = refusal(completed)

@@ -1,4 +1,4 @@
-"""Ranks that hang over real MPI: they are detected, named and excluded, or the job ends."""
+"""Ranks that hang over MPI are detected, named and excluded, or the job ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLAN = ["--log-every", 320, "--checkpoint-every", EPOCH, "--worker-timeout", SIL
 ENDLESS = [*PLAN, "--epochs", 10_000, "--lr-schedule", "constant"]
 SUSPENDED = 75
 SERVED = ("aladdin", "bsp")
-"""Algorithms with a server, so that two of four ranks are left as workers."""
+"""Algorithms with a server, so that two of four ranks remain as workers."""
 
 
 def host() -> str:
@@ -29,7 +29,7 @@ def host() -> str:
 
 
 def stop(job: Job, run_dir: Path, rank: int) -> int:
-    """Let a rank hang as soon as there is a checkpoint, and return its process."""
+    """Make a rank hang as soon as there is a checkpoint, and return its process."""
     wait_until(job, lambda: checkpoints(run_dir), seconds=100)
     pid = job.pid(rank)
     os.kill(pid, signal.SIGSTOP)
@@ -49,7 +49,7 @@ def stop(job: Job, run_dir: Path, rank: int) -> int:
 def test_surviving_ranks_continue_after_a_worker_hangs(
     tmp_path: Path, algorithm: str, returns: bool
 ) -> None:
-    """Also if the hanging rank never returns: then it is ended with the job."""
+    """Also if the hanging rank never returns: then it is killed with the job."""
     run = tmp_path / "run"
     with training(4, run, "--algorithm", algorithm, *ENDLESS, mpirun=ULFM) as job:
         pid = stop(job, run, 2)
@@ -86,7 +86,7 @@ def test_surviving_ranks_continue_after_a_worker_hangs(
 @pytest.mark.long
 @pytest.mark.parametrize("returns", [True, False])
 def test_surviving_ranks_continue_after_rank_0_hangs(tmp_path: Path, returns: bool) -> None:
-    """Its standby excludes it, and the next group's first rank coordinates the run."""
+    """Its standby coordinator excludes it, and the first rank of the next group takes over."""
     run = tmp_path / "run"
     plan = ["--algorithm", "aladdin", "--servers", 2, *PLAN, "--epochs", 40, "--slowdown", "0=3"]
     with training(5, run, *plan, mpirun=ULFM) as job:
@@ -127,7 +127,7 @@ def test_job_ends_if_it_cannot_continue_without_the_hanging_rank(
 
 @pytest.mark.long
 def test_suspended_and_continued_job_excludes_no_rank(tmp_path: Path) -> None:
-    """As batch systems suspend jobs: no rank may be considered hanging afterwards."""
+    """Batch systems suspend jobs in this way: no rank may be considered hanging afterwards."""
     run = tmp_path / "run"
     plan = ["--algorithm", "aladdin", *PLAN, "--epochs", 4, "--slowdown", "0=20,1=20,2=20"]
     with training(4, run, *plan, mpirun=ULFM) as job:

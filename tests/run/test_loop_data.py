@@ -34,7 +34,7 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
 
 
 def trained(model: nn.Module, loader: DataLoader[Any], epochs: int) -> int:
-    """Train in plain torch; returns the steps."""
+    """Train in plain torch; return the steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for batch in itertools.chain.from_iterable([loader] * epochs):
         optimizer.zero_grad()
@@ -51,7 +51,7 @@ def model_of(more: Sequence[type[nn.BatchNorm1d]] = ()) -> nn.Sequential:
 def run_in(
     folder: Path, workers: int, data: Any, *layers: type[nn.BatchNorm1d], **settings: Any
 ) -> tuple[list[list[int]], nn.Module]:
-    """Train with ar-sgd; returns the sizes of each worker's batches, and the model."""
+    """Train with ar-sgd; return the sizes of each worker's batches, and the model."""
     sizes: list[list[int]] = [[] for _ in range(workers)]
     models = []
 
@@ -79,10 +79,10 @@ def assert_equal(mine: nn.Module, other: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_drop_last_trains_as_plain_torch_with_the_workers_batches_joined(
+def test_drop_last_equals_plain_torch_with_concatenated_worker_batches(
     tmp_path: Path, workers: int
 ) -> None:
-    """A round of n workers is a batch of n times the size, and what is no whole round is left."""
+    """A round of n workers is a batch of n times the size; an incomplete round is dropped."""
     expected = model_of()
     steps = trained(expected, DataLoader(DATA, 16 * workers, drop_last=True), 3)
     sizes, model = run_in(tmp_path / "run", workers, DataLoader(DATA, 16, drop_last=True), epochs=3)
@@ -90,7 +90,7 @@ def test_drop_last_trains_as_plain_torch_with_the_workers_batches_joined(
     assert_equal(model, expected)
 
 
-def test_data_loader_generator_gives_the_order_of_plain_torch(tmp_path: Path) -> None:
+def test_data_loader_generator_determines_same_order_as_plain_torch(tmp_path: Path) -> None:
     def loader(batch_size: int) -> DataLoader[Any]:
         generator = torch.Generator().manual_seed(5)
         return DataLoader(DATA, batch_size, shuffle=True, drop_last=True, generator=generator)
@@ -101,8 +101,8 @@ def test_data_loader_generator_gives_the_order_of_plain_torch(tmp_path: Path) ->
     assert_equal(model, expected)
 
 
-def test_drop_last_spares_batch_norm_a_batch_of_one(tmp_path: Path) -> None:
-    """Also if a checkpoint is due within a round: it waits for the end of the round."""
+def test_drop_last_prevents_batch_of_one_for_batch_norm(tmp_path: Path) -> None:
+    """A checkpoint that is due within a round waits for the end of the round."""
     loader = DataLoader(DATA, 16, shuffle=True, drop_last=True)
     every = {"epochs": 2, "checkpoint_every": "33samples"}
     sizes, _ = run_in(tmp_path / "run", 2, loader, nn.BatchNorm1d, **every)
@@ -125,7 +125,7 @@ def test_drop_last_without_whole_rounds_is_refused(
 
 
 def test_batches_cross_epochs_without_batch_sampler_or_drop_last(tmp_path: Path) -> None:
-    """As docs/your-script.md has it."""
+    """As documented in docs/your-script.md."""
     data = TensorDataset(*DATA[:150])
     plain = DataLoader(data, 16, shuffle=True)
     by_sampler = DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 16, False))

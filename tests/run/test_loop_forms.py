@@ -1,4 +1,4 @@
-"""Forms of a training loop: epochs, break, continue, accumulation, a state, figures."""
+"""Forms of a training loop: epochs, break, continue, accumulation, state and logged figures."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_worker_without_a_batch_reaches_the_end_of_the_epoch(
 
 @pytest.mark.parametrize("algorithm", ["aladdin", pytest.param("ar-sgd", marks=LONG)])
 def test_every_worker_reaches_every_epoch_end(tmp_path: Path, algorithm: str) -> None:
-    """Together they have seen all samples in each epoch."""
+    """Together, the workers use all samples in each epoch."""
     completed = loop(tmp_path, "epochs", algorithm, epochs=3)
     ends = re.findall(r"^epoch (\d) (\d+) of (\d+)$", completed.stdout, re.M)
     workers = 2 if algorithm == "aladdin" else 3
@@ -75,7 +75,7 @@ def test_break_out_of_an_epoch_ends_it_for_all_workers(tmp_path: Path, algorithm
     figures = summary(tmp_path / "run")
     assert figures["samples"] < 3 * 96
     assert figures["gradients_applied"] == figures["gradients_computed"]
-    if algorithm == "ar-sgd":  # all of them leave it after the same batch
+    if algorithm == "ar-sgd":  # all workers leave it after the same batch
         assert {int(count) for _, count, _ in ends} == {16}
     check_one_model(completed)
 
@@ -89,7 +89,7 @@ def test_break_out_of_an_epoch_ends_it_for_all_workers(tmp_path: Path, algorithm
     ],
 )
 def test_break_out_of_the_loop_ends_the_run_for_all_workers(tmp_path: Path, form: str) -> None:
-    """At the first use of the model or the run afterwards."""
+    """At the next use of the model or the run."""
     completed = loop(tmp_path, form, "aladdin", epochs=1000, quiet=True)
     figures = summary(tmp_path / "run")
     assert 16 <= figures["samples"] < 96_000
@@ -153,7 +153,6 @@ def test_unsavable_run_state_is_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("algorithm", ["aladdin", pytest.param("osgp", marks=LONG)])
 def test_single_process_trains_without_mpirun(tmp_path: Path, algorithm: str) -> None:
-    """Without mpirun."""
     settings = json.dumps({"epochs": 2, "servers": 1})
     completed = run_alone(tmp_path, "loop_forms", "epochs", algorithm, settings)
     assert completed.returncode == 0, completed

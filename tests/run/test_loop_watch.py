@@ -1,4 +1,4 @@
-"""A custom loop must leave the parameters where the run has put them."""
+"""A custom loop must not replace the parameters that the run has placed in its vector."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ WRITES = [clamp, clamp_data, set_one_value, load, copy, initialise]
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_write_between_steps_that_would_be_lost_is_refused(
+def test_lost_parameter_write_between_steps_is_refused(
     net: Net, write: Callable[[Net], None]
 ) -> None:
     Replica(net)

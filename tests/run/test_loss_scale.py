@@ -1,4 +1,4 @@
-"""Half precision: a loss scale that all workers share and that does not change gradients."""
+"""Half precision with a loss scale that all workers share and that does not change gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = needs("openmpi")
 def test_loss_scale_leaves_training_bit_identical(
     tmp_path: Path, algorithm: str, settings: dict[str, object]
 ) -> None:
-    """It is a power of two, so fp32 results are bit-identical."""
+    """The scale is a power of two, so fp32 results are bit-identical."""
     words = (algorithm, json.dumps(settings), tmp_path)
     completed = run_program(tmp_path, "scaled_loss", *words, timeout=120)
     assert completed.stdout.count("equal") == 3

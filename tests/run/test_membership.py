@@ -1,4 +1,4 @@
-"""The next group of ranks after some have failed."""
+"""Membership of the next group after ranks have failed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SERVERS, SPARES, SIZE = 2, 2, 8
         ({0}, (1, 6), (2, 3, 4, 5), (7,)),  # and a server's
         ({0, 1}, (6, 7), (2, 3, 4, 5), ()),
         ({0, 1, 6, 7}, (2,), (3, 4, 5), ()),  # without spares, a worker becomes a server
-        ({0, 3, 4, 7}, (1,), (2, 5, 6), ()),  # workers first, as long as there is a server
+        ({0, 3, 4, 7}, (1,), (2, 5, 6), ()),  # workers first, as long as a server remains
         ({6, 7}, (0, 1), (2, 3, 4, 5), ()),
     ],
 )
@@ -50,14 +50,14 @@ def test_spares_and_workers_replace_failed_servers_and_workers(
     assert (after.spares, after.number) == (spares, 2)
 
 
-def test_empty_places_are_filled_by_later_spares() -> None:
+def test_vacant_roles_are_filled_by_remaining_spares() -> None:
     before = Membership(4, (1, 2), 1, (5,), (2, 2))
     after = next_membership(before, {1, 2, 5})
     assert (after.ranks, after.servers) == ((1, 2, 5), 1)
 
 
 @pytest.mark.parametrize("lost", [{2, 3, 4, 5, 6, 7}, {0, 1, 2, 3, 4, 6, 7}])
-def test_too_few_surviving_ranks_raise_lost_error(lost: set[int]) -> None:
+def test_too_few_surviving_ranks_raise_error(lost: set[int]) -> None:
     with pytest.raises(LostError, match=naming("too few", f"{min(lost)}, ")):
         next_membership(begin(SIZE, SERVERS, SPARES), set(range(SIZE)) - lost)
 
@@ -89,7 +89,7 @@ def test_surviving_ranks_agree_on_the_next_group_despite_further_failures(seed: 
         decision = driver.decide(GroupRevoked(facts_of(transport.rank)))
         for pause in (0.0, 1.0):
             transport.sleep(pause)
-            while set(machine.members.ranks) & transport.failed:  # found at the first message
+            while set(machine.members.ranks) & transport.failed:  # detected at the first message
                 decision = driver.decide(driver.lost() if machine.is_spare else GroupRevoked(None))
         assert isinstance(decision, FormGroup | WaitForPlace)
         return decision
@@ -105,7 +105,7 @@ def test_surviving_ranks_agree_on_the_next_group_despite_further_failures(seed: 
         assert plans[0].facts[rank]["rank"] == rank
 
 
-def test_rendezvous_restarts_if_an_operation_finds_the_leader_failed_before_the_transport_does(
+def test_rendezvous_restarts_if_an_operation_detects_leader_failure_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = begin(3, 1, 0)

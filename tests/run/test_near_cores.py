@@ -1,4 +1,4 @@
-"""Binding of ranks to the cores near their GPUs, on made-up machines."""
+"""Binding of ranks to the cores near their GPUs, on emulated machines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.run.program_runs import run_alone
 from tests.virtual_lab import lab, run
 
 MACHINES = {
-    # Two EPYC 7402 in four domains each; GPUs 0 to 3 are on the domains 3, 1, 7, 5.
+    # Two EPYC 7402 in four domains each; GPUs 0 to 3 are in the domains 3, 1, 7, 5.
     "JUWELS Booster": (
         96,
         {
@@ -37,7 +37,7 @@ MACHINES = {
             "0000:c4:00.0": "30-35,78-83",
         },
     ),
-    # One EPYC 7763; the other way round.
+    # One EPYC 7763; its GPUs are numbered in the opposite order.
     "Perlmutter": (
         128,
         {
@@ -56,7 +56,7 @@ AURORA = {
 
 
 def tree(root: Path, gpus: dict[str, str], *cores: str) -> Path:
-    """Made-up folders of the system: each GPU's near cores, and each core's hyperthreads."""
+    """Write emulated system folders with each GPU's near cores, and each core's hyperthreads."""
     for address, cpus in gpus.items():
         (root / address).mkdir()
         (root / address / "local_cpulist").write_text(cpus + "\n")
@@ -69,7 +69,7 @@ def tree(root: Path, gpus: dict[str, str], *cores: str) -> Path:
 
 
 def places(root: Path, gpus: list[str], cores: int, servers: int = 1) -> list[RankPlace]:
-    """A host with one worker for each GPU, and servers before them."""
+    """Return a host with one worker for each GPU, and servers before them."""
     every = tuple(range(cores))
     serving = [RankPlace(rank, 0, (), every) for rank in range(servers)]
     return serving + [
@@ -79,7 +79,7 @@ def places(root: Path, gpus: list[str], cores: int, servers: int = 1) -> list[Ra
 
 
 def bound(ranks: list[RankPlace], root: Path) -> dict[int, str]:
-    """Return the cores that each rank is bound to."""
+    """Return the cores to which each rank is bound."""
     return {
         rank: as_cpulist(split(share.cores, share.parts, root)[share.place])
         for rank, share in share_cores(ranks).items()
@@ -93,7 +93,7 @@ def test_each_worker_is_bound_to_the_cores_near_its_gpu(name: str, tmp_path: Pat
     assert cores_by_rank == dict(enumerate(gpus.values(), start=1))
 
 
-def test_workers_with_gpus_near_the_same_cores_divide_those_cores(tmp_path: Path) -> None:
+def test_workers_with_gpus_near_the_same_cores_share_them_evenly(tmp_path: Path) -> None:
     tree(tmp_path, AURORA, *(f"{core},{core + 104}" for core in range(104)))
     cores_by_rank = bound(places(tmp_path, list(AURORA), 208), tmp_path)
     assert list(cores_by_rank.values()) == [
@@ -112,7 +112,7 @@ def test_workers_divide_one_core_list_shared_by_all_gpus(tmp_path: Path) -> None
 
 
 def test_workers_divide_cores_of_sockets_with_alternating_numbers(tmp_path: Path) -> None:
-    """As on many machines: one socket's cores have even numbers, and no two are adjacent."""
+    """As on many machines: the cores of one socket have even numbers, so none are adjacent."""
     even, odd = "0,2,4,6,8,10,12,14", "1,3,5,7,9,11,13,15"
     gpus = {"0000:01:00.0": even, "0000:02:00.0": even, "0000:81:00.0": odd, "0000:82:00.0": odd}
     tree(tmp_path, gpus, *(f"{core},{core + 8}" for core in range(8)))
@@ -163,12 +163,14 @@ def test_single_worker_keeps_all_cores(tmp_path: Path) -> None:
     assert share_cores(places(tree(tmp_path, gpus), list(gpus)[:1], cores)) == {}
 
 
-def test_worker_without_a_core_of_its_own_stays_unbound(tmp_path: Path) -> None:
+def test_worker_without_dedicated_core_stays_unbound(tmp_path: Path) -> None:
     tree(tmp_path, {"0000:03:00.0": "0"})
     assert bound(places(tmp_path, ["0000:03:00.0"] * 2, 4), tmp_path) == {1: "", 2: "0"}
 
 
-def test_nearness_of_cores_to_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nearness_reports_whether_rank_is_bound_near_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tree(tmp_path, {"0000:03:00.0": "0-3", "0000:44:00.0": ""})
     addresses = [None, "0000:03:00.0", "0000:44:00.0"]
     monkeypatch.setattr(placement, "bus_address", lambda device: addresses[device.index])
@@ -189,7 +191,7 @@ def test_bus_address_of_a_gpu_has_the_format_of_sysfs(monkeypatch: pytest.Monkey
     module = SimpleNamespace(get_device_properties=lambda device: SimpleNamespace(**properties))
     monkeypatch.setattr(accelerator, "_module", lambda name: module)
     assert accelerator.bus_address(torch.device("cuda", 0)) == "0001:c4:00.0"
-    properties["pci_bus_id"] = None  # an older torch
+    properties["pci_bus_id"] = None  # an older version of torch
     assert accelerator.bus_address(torch.device("cuda", 0)) is None
     assert accelerator.bus_address(torch.device("cpu")) is None
 
@@ -198,7 +200,7 @@ def test_bus_address_of_a_gpu_has_the_format_of_sysfs(monkeypatch: pytest.Monkey
 def test_rank_binds_itself_to_its_part_of_the_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the device's address to the system's call, with three ranks."""
+    """From the device's address to the system call, with three ranks."""
     gpus = {"0000:01:00.0": "0-7", "0000:02:00.0": "0-7"}
     tree(tmp_path, gpus, *(f"{core},{core + 4}" for core in range(4)))
     addresses = dict(zip((1, 2), gpus, strict=True))
@@ -216,7 +218,7 @@ def test_rank_binds_itself_to_its_part_of_the_cores(
     assert sorted(calls) == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
-def test_forbidden_binding_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_continues_if_core_binding_is_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError
 

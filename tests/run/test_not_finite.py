@@ -1,4 +1,4 @@
-"""Non-finite figures: JSON cannot represent them, so files contain null."""
+"""JSON cannot represent non-finite figures, so files contain null."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.messages import naming
 
 
 def strictly(text: str) -> Any:
-    """As other programs read JSON."""
+    """Parse JSON as strictly as other programs."""
 
     def refuse(word: str) -> Any:
         raise AssertionError(f"{word} is no JSON")
@@ -34,7 +34,7 @@ def test_non_finite_figures_are_written_as_null_and_read_from_older_files() -> N
     assert files.read('{"a": NaN, "b": [-Infinity, 1.0]}') == {"a": None, "b": [None, 1.0]}
 
 
-def test_diverged_run_is_resumed_and_compared(tmp_path: Path) -> None:
+def test_diverged_run_can_be_resumed_and_compared(tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     common = ("--workers", 2, "--lr", 1e30, "--log-every", 64, "--checkpoint-every", 64)
     completed = simulate(run, *common, "--samples", 256, "--eval-every", 0.05)

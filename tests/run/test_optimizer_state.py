@@ -1,4 +1,4 @@
-"""A script saves its optimizer during and after a run as it would with plain torch."""
+"""A script saves its optimizer during and after a run as with plain torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def network() -> nn.Sequential:
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """In another order than the model's, with a frozen parameter."""
+    """Return groups in another order than the model's, with a frozen parameter."""
     own = list(model.parameters())
     return [{"params": own[::-2], "lr": 0.01}, {"params": own[::2], "lr": 0.02}]
 
@@ -139,7 +139,7 @@ def test_optimizer_state_continues_in_plain_torch(
 
 
 def test_several_optimizers_have_separate_states(tmp_path: Path) -> None:
-    """Each has the state of its own parameters."""
+    """Each optimizer has the state of its parameters."""
 
     model, other = network(), network()
     both = [
@@ -170,7 +170,7 @@ def test_several_optimizers_have_separate_states(tmp_path: Path) -> None:
 
 
 def test_optimizer_state_held_by_servers_is_refused_on_workers(tmp_path: Path) -> None:
-    """The server, which has the whole model, has its state."""
+    """The server, which has the whole model, has the state."""
     states = []
 
     def script(run: DataParallel, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

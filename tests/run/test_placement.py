@@ -1,4 +1,4 @@
-"""The placement of ranks is printed, summarised for many ranks, with warnings."""
+"""The placement of ranks is printed, with warnings, and summarised for many ranks."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_placement_warns_of_a_gpu_shared_on_one_host_only() -> None:
 def test_placement_warns_of_idle_gpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As if the driver had failed, or torch were built without it."""
+    """As if the driver had failed, or torch were built without GPU support."""
     monkeypatch.setattr(placement, "on_the_bus", lambda: 4)
     cpu = torch.device("cpu")
     facts = [place(rank, cpu, servers=1, was_chosen=False) for rank in (0, 1, 2)]

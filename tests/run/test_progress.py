@@ -1,4 +1,4 @@
-"""The progress line of a run: on terminals of several widths, under mpirun, and in a file."""
+"""Progress line of a run: on terminals of several widths, under mpirun, and in a file."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ STATE = State(
 
 
 # -- the line -----------------------------------------------------------------------------
-def test_numbers_percentages_and_durations_have_one_format() -> None:
+def test_numbers_percentages_and_durations_are_formatted_consistently() -> None:
     assert console.throughput(9410.2) == "9,410 samples/s"
     assert console.throughput(12345.6) == "12,346 samples/s"
     assert [console.percent(x) for x in (0, 5e-6, 0.0028, 0.028, 0.28, 0.9961, 1)] == [
@@ -61,7 +61,7 @@ def test_progress_line_in_a_file_has_every_figure() -> None:
 
 
 def test_progress_lines_in_a_file_are_aligned() -> None:
-    """Figures of an algorithm have their units."""
+    """The figures of an algorithm have their units."""
     stream = io.StringIO()
     lines = Lines(STATE.total, 0, stream)
     others = {"wire_bits": 8.0, "age_rounds": 0.7412, "models_sent_at": 0.5}
@@ -79,7 +79,7 @@ def test_progress_lines_in_a_file_are_aligned() -> None:
 
 
 def test_progress_line_is_abbreviated_in_80_columns() -> None:
-    """And one of 200 has everything, with a bar."""
+    """In 200 columns it has every figure, and a bar."""
     narrow = in_columns(STATE, 80)
     assert narrow.strip() == (
         "27 % 9,410 samples/s loss 0.312 acc 0.961 lr 0.04 wait 28 % 4 workers 3:20 left"
@@ -124,7 +124,7 @@ def test_rate_and_loss_cover_recent_steps_only(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_rate_is_known_without_a_loss() -> None:
-    """With timed computing there is none."""
+    """Timed computing has no loss."""
     recent = Recent(total=1000, seconds=0.0)
     for step in range(1, 100):
         recent.add(nan, 10)
@@ -147,7 +147,7 @@ def test_printing_clears_the_progress_line_and_closing_keeps_it() -> None:
 
 
 def test_figures_logged_after_training_are_not_sent_as_messages() -> None:
-    """No rank would wait for messages then, so these figures are gathered."""
+    """After training, no rank waits for messages, so these figures are gathered."""
     transport = Mock(rank=1)
     figures = UserMetrics(transport)
     figures.send({"validation": 1.0}, is_late=False)
@@ -156,7 +156,7 @@ def test_figures_logged_after_training_are_not_sent_as_messages() -> None:
     assert figures.late == [{"validation": 2.0}]
 
 
-# -- which terminal -----------------------------------------------------------------------
+# -- terminal of a rank -------------------------------------------------------------------
 REDIRECTED = ("{0}", "{0} > out", "{0} 2> out", "{0} > out 2>&1", "{0} 2>&1 | cat > out", "{1}")
 
 
@@ -164,7 +164,7 @@ REDIRECTED = ("{0}", "{0} > out", "{0} 2> out", "{0} > out 2>&1", "{0} 2>&1 | ca
     "mpi", [pytest.param(each, marks=needs(each)) for each in ("openmpi", "mpich")]
 )
 def test_rank_finds_the_terminal_of_its_launcher(tmp_path: Path, mpi: str) -> None:
-    """But only if its output is shown there."""
+    """Only if its output is shown there."""
     start = f"{launcher(mpi)} -n 2"
     ask = f"{sys.executable} {program('find_terminal')}"
     plain, piped = f"{start} {ask}", f"{start} sh -c '{ask} 2>&1 | cat'"
@@ -186,7 +186,7 @@ def test_find_terminal_returns_none_without_a_terminal(
     assert Terminal(io.StringIO(), None).columns == 80
 
 
-# -- whole runs ---------------------------------------------------------------------------
+# -- complete runs ------------------------------------------------------------------------
 @needs("openmpi")
 def test_custom_loop_shows_live_progress_under_mpirun_in_80_columns(tmp_path: Path) -> None:
     command = [str(launcher("openmpi")), "-n", "2", sys.executable, program("slow_loop")]
@@ -197,7 +197,7 @@ def test_custom_loop_shows_live_progress_under_mpirun_in_80_columns(tmp_path: Pa
     shape = r" *\d+ % [\d,.]+ samples/s loss [\d.]+ validation 10[012] .*1 worker( 0:0\d left)? *"
     logged = [each for each in redraws if "validation" in each]
     assert logged and all(re.fullmatch(shape, each) for each in logged), logged
-    # It is live: it was redrawn before and after the lines that the loop prints, which are whole.
+    # It is live: it was redrawn before and after the lines that the loop prints, which are intact.
     first = seen.text.index("epoch 0 is over")
     assert re.search(r"\r +\d+ % [\d,.]+ samples/s", seen.text[:first])
     assert re.search(r"\r +\d+ % [\d,.]+ samples/s", seen.text[first:])
@@ -210,7 +210,7 @@ def test_custom_loop_shows_live_progress_under_mpirun_in_80_columns(tmp_path: Pa
 
 
 def test_simulation_shows_progress_in_200_columns_until_ctrl_c(tmp_path: Path) -> None:
-    """A worker fails, which is reported and shown; then the terminal is left as it was."""
+    """A worker's failure is reported and shown; afterwards the terminal is restored."""
     command = [sys.executable, "-m", "aladdin_mpi.simulate", "--epochs", "500", "--workers", "4"]
     command += ["--eval-every", "0.5", "--failures", "2=4", "--run-dir", str(tmp_path / "run")]
 
@@ -237,7 +237,7 @@ def test_simulation_shows_progress_in_200_columns_until_ctrl_c(tmp_path: Path) -
     failures = [line for line in seen.lines if "rank 2 (host " in line]
     assert len(failures) == 1
     assert failures[0].startswith("aladdin_mpi: rank 2 (host ")
-    # The line stays, and the final messages are below it.
+    # The line is kept, and the final messages follow it.
     assert re.search(r"alive {2}[^\r\n]* left *\r*\n.*aladdin_mpi: stopped by ", seen.text, re.S)
     assert seen.status == 130
     assert "Traceback" not in seen.text

@@ -1,4 +1,4 @@
-"""Projections of parameters after each step: with every algorithm, at every copy."""
+"""Projections of parameters after each step, with every algorithm and for every copy."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def train(
     after: Callable[[nn.Module, int], None] = lambda model, worker: None,
     **settings: Any,
 ) -> tuple[Tensor, list[list[Tensor]], list[float]]:
-    """Train in virtual time: the flat model, every worker's batches, what evaluations measured."""
+    """Train in simulation; return the flat model, all workers' batches and evaluated values."""
     servers = 0 if not ALGORITHMS[algorithm].has_servers else settings.get("servers", 1)
     batches: list[list[Tensor]] = [[] for _ in range(workers)]
     models: list[Tensor] = []
@@ -126,7 +126,7 @@ def test_projected_synchronous_training_equals_torch(
 
 
 @pytest.mark.parametrize("algorithm", ABLE)
-def test_projection_clamps_every_copy_of_the_weights(tmp_path: Path, algorithm: str) -> None:
+def test_projection_applies_to_every_copy_of_the_weights(tmp_path: Path, algorithm: str) -> None:
     seen: list[float] = []
 
     def look(model: nn.Module, worker: int) -> None:
@@ -137,16 +137,14 @@ def test_projection_clamps_every_copy_of_the_weights(tmp_path: Path, algorithm: 
     assert weights.abs().max() <= ROUNDED
     assert max(measured) <= ROUNDED
     assert model[21:28].abs().max() > BOUND  # a bias
-    if algorithm != "eamsgd":  # whose gradients are taken where the velocity leads
+    if algorithm != "eamsgd":  # whose gradients are computed at the look-ahead position
         assert max(seen) <= ROUNDED
     free, _, _ = train(tmp_path / "free", algorithm, 4, None)
     assert free[:21].abs().max() > 2 * BOUND
 
 
 @pytest.mark.parametrize("algorithm", sorted(set(ALGORITHMS) - {"ar-sgd"}))
-def test_values_written_by_a_loop_are_refused_if_they_would_be_lost(
-    tmp_path: Path, algorithm: str
-) -> None:
+def test_parameter_write_that_would_be_lost_is_refused(tmp_path: Path, algorithm: str) -> None:
     def write(model: nn.Module, worker: int) -> None:
         for parameter in model.parameters():
             parameter.data.clamp_(-BOUND, BOUND)

@@ -1,4 +1,4 @@
-"""Workers fail at any moment, simulated: the others use up the budget, and accounting holds.
+"""Simulated workers fail at any time: the others use up the budget, and the counters balance.
 
 ``ALADDIN_MPI_SCHEDULES=500`` tries a quarter as many schedules for each algorithm instead of the
 default few. The algorithm and the seed of a failed test replay it.
@@ -36,17 +36,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 LR = 0.05
 SILENCE = 8.5
-"""Virtual seconds; the pauses of `any_network` last up to 4, of which two may join."""
+"""Simulated seconds; the pauses of `any_network` last up to 4, and two may join."""
 
 
 def schedule(variant: str, seed: int) -> Job:
-    """Draw a run with delays and pauses, in which all workers but one may fail or be excluded."""
+    """Return a run with delays and pauses, in which all workers but one may fail or be excluded."""
     r = random.Random(f"{variant} {seed}")
     algorithm, settings = VARIANTS[variant]
     kind = find_algorithm(algorithm)
     workers, servers = r.randint(2, 6), r.randint(1, 2)
     ranks = workers + (servers if kind.has_servers else 0)
-    # Rank 0 keeps the budget: its failure ends the job, whatever its role.
+    # Rank 0 owns the budget: its failure ends the job, whatever its role.
     candidates = list(range(ranks - workers, ranks))
     candidates = [rank for rank in candidates if rank] if not kind.has_servers else candidates
     failing = r.sample(candidates, r.randint(1, max(1, min(len(candidates), workers - 1))))
@@ -83,10 +83,10 @@ def test_surviving_workers_use_up_the_sample_budget(variant: str, seed: int) -> 
 
 @pytest.mark.parametrize(("by", "wire"), [("ring", "fp32"), ("mpi", "fp32"), ("auto", "bf16")])
 @pytest.mark.parametrize("algorithm", ["ar-sgd", "local-sgd"])
-def test_surviving_workers_of_an_all_reduce_stay_bit_identical(
+def test_surviving_all_reduce_workers_stay_bit_identical(
     monkeypatch: pytest.MonkeyPatch, algorithm: str, by: str, wire: str
 ) -> None:
-    """A worker without the sums of a step gets them from another, or all sum again."""
+    """A worker that lacks sums of a step gets them from another, or all repeat the all-reduce."""
     seen = Counter[str]()
     for name in ("_receive_sums", "_restart"):
         count_calls(monkeypatch, SurvivingSums, name, seen)
@@ -102,7 +102,7 @@ def test_surviving_workers_of_an_all_reduce_stay_bit_identical(
 
 
 def model_of(role: Role, job: Job) -> Tensor:
-    """A worker's own model, flat."""
+    """Return a worker's model as a flat vector."""
     return torch.cat([role.part(bucket) for bucket in job.layout.buckets])
 
 
@@ -120,7 +120,9 @@ def count_calls(
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("algorithm", ["aladdin", "easgd", "ashl", "bsp"])
-def test_surviving_workers_use_up_the_sample_budget_quantised(algorithm: str, seed: int) -> None:
+def test_surviving_workers_use_up_the_sample_budget_with_quantisation(
+    algorithm: str, seed: int
+) -> None:
     job = schedule(algorithm, seed)
     job.settings["wire"] = ["int8", "int4"][seed % 2]
     check_survivors(job)
@@ -142,7 +144,7 @@ def check_survivors(job: Job) -> None:
         counts = rank.role.counts()
         if isinstance(rank.role, ServerAlgorithm):
             assert counts["applied"] + counts["dropped"] - counts.get("from_failed", 0) == computed
-    # The model is as good as the samples that went into it, more or less.
+    # The model's error depends on the samples used, so only a loose bound holds.
     assert torch.isfinite(outcome.model).all()
     assert remaining_distance(job, outcome.model) < 1.2
 
@@ -154,7 +156,7 @@ def remaining_distance(job: Job, model: Tensor) -> float:
 
 
 def test_last_surviving_worker_uses_up_the_sample_budget() -> None:
-    """Half the budget is left to a single worker, which uses it up."""
+    """A single worker has to use up half the budget."""
     job = Job("aladdin", workers=5, samples=400, schedule=lambda samples: LR, noise=0.0)
     failures = {rank: 10.0 + rank for rank in range(2, 6)}
     job.cluster = any_network(0, 6).model_copy(update={"failures": failures, "hosts": 1})

@@ -1,4 +1,4 @@
-"""Learning rates that a script sets itself act in the step in which torch's would."""
+"""A learning rate set by a script applies to the same step as in torch."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from tests.run.rates_by_hand import (
 OF_ANY_OPTIMIZER = sorted(
     name for name, a in ALGORITHMS.items() if a.optimizers not in ("own", "sgd")
 )
-"""The others take momentum SGD alone, whose rates are options."""
+"""The other algorithms support only momentum SGD, whose rates are options."""
 USED_IN_BACKWARD = ("aladdin", "aladdin-ahead", "asp", "bsp", "shat", "ssp")
-"""Rates are used before run.step(): while backward runs."""
+"""Algorithms that use the rate before run.step(), during backward."""
 Case = tuple[str, bool]
 """An algorithm, and whether gradients are sent during backward."""
 CASES: list[Case] = [
@@ -40,7 +40,7 @@ CASES: list[Case] = [
 ]
 MORE_CASES: list[Case] = [
     (algorithm, wait_free)
-    # With two ranks each of their workers makes the same number of steps.
+    # With two ranks, each of their workers makes the same number of steps.
     for algorithm in (*USED_IN_BACKWARD, "adsp", "ar-sgd", "ashl", "local-sgd", "osgp", "sgp")
     for wait_free in (True, False)
     if (algorithm, wait_free) not in CASES
@@ -74,7 +74,7 @@ def simulated(
 def test_learning_rate_applies_to_the_step_it_is_set_for(tmp_path: Path, algorithm: str) -> None:
     rates, _ = simulated(algorithm, train, tmp_path / "run")
     expected = RATES
-    if algorithm == "easgd":  # what the model keeps of a step depends on later exchanges
+    if algorithm == "easgd":  # the model's share of a step depends on later exchanges
         expected = simulated(algorithm, train_by_scheduler, tmp_path / "reference")
     assert rates == pytest.approx(expected)
 

@@ -1,4 +1,4 @@
-"""Non-finite gradients are refused at their worker, and do no harm."""
+"""Non-finite gradients are refused at their worker, and have no effect."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.roles import Job, Outcome, any_network, run
 
 NAMES = sorted(ALGORITHMS)
 STEPS = (1, 2, 6)
-"""Of the worker whose gradients are spoilt."""
+"""Steps of the worker whose gradients are spoilt."""
 PLACE = 40
-"""The value of 60 that is spoilt; buckets have 13."""
+"""Index of the spoilt value, out of 60; buckets have 13."""
 
 
 def spoilt(worker: int, value: float) -> Any:
@@ -72,6 +72,6 @@ def test_non_finite_gradients_are_refused_by_every_algorithm(algorithm: str, see
     assert [rank.role.counts().get("refused", 0) for rank in outcome.workers] == [0, 3, 0, 0]
     lost = [r for _, r in outcome.ranks[0].reports if r.samples and isnan(r.loss)]
     assert len(lost) == 3
-    # The other gradients still lead towards the minimum.
+    # The other gradients still converge towards the minimum.
     optimum = Quadratic(60).optimum
     assert (outcome.model - optimum).norm() < 0.95 * (outcome.first - optimum).norm()

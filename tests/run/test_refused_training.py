@@ -1,4 +1,4 @@
-"""Refused gradients in whole runs: warnings, counts, the end, and the last checkpoint."""
+"""Refused gradients in complete runs: warnings, counters, the end, and the last checkpoint."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def test_refused_gradients_are_reported_counted_and_harmless(
     lines = metrics(tmp_path / "run", "train")
     assert all(line["loss"] is None or isfinite(line["loss"]) for line in lines)
     assert lines[-1]["gradients_refused"] == 36
-    # The first three of each, and the tenth.
+    # The first three of each kind, and the tenth.
     first, *others = [
         line for line in warnings(capsys.readouterr().err) if "worker 0 (rank 1, host 0)" in line
     ]
     assert re.search(r"NaN in bucket 0 at sample \d+$", first)
     counts = [re.search(r"\((\d+) so far\)$", line) for line in others]
     assert [count and count[1] for count in counts] == ["2", "3", "10"]
-    # Batch norm's statistics would have stayed NaN.
+    # The statistics of batch norm would have stayed NaN.
     local = checkpoint_part(tmp_path / "run", 1)["local"]["buffers"]
     assert all(torch.isfinite(buffer).all() for buffer in local)
 
@@ -53,7 +53,7 @@ def test_refused_gradients_are_reported_counted_and_harmless(
 def test_multistep_refuses_gradients_of_exchanged_activations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NaN in the activations of one worker would be in every worker's gradient."""
+    """NaN in the activations of one worker would spread to every worker's gradient."""
     monkeypatch.setattr(Net, "spoilt", range(3, 5))
     plan = [*PLAN, "--algorithm", "multistep", "--multistep-exchange", "activations"]
     figures = start(*plan, "--run-dir", tmp_path / "run")
@@ -64,7 +64,7 @@ def test_multistep_refuses_gradients_of_exchanged_activations(
 def test_worker_with_only_refused_gradients_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And the last checkpoint is from before and can be resumed."""
+    """The last checkpoint precedes them and can be resumed."""
     monkeypatch.setattr(Net, "spoilt", range(8, 1000))
     plan = [*PLAN, "--epochs", 4, "--run-dir", tmp_path / "run", "--checkpoint-every", 300]
     with pytest.raises(UserError, match=r"worker \d \(rank \d, .* 20 gradients.* --lr\b"):

@@ -1,4 +1,4 @@
-"""A run resumed with other numbers of workers and servers than those of its checkpoint."""
+"""Resuming with other numbers of workers and servers than those of the checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.simulation import start
 EPOCH = 100
 SMALL = ["--dataset", f"synthetic:1x4x4:4:{EPOCH}", "--model", "mlp"]
 LENGTHS = (240, 430, 640)
-"""In samples, at each number of workers: 4, 3 and 5."""
+"""Checkpoints in samples, at each number of workers: 4, 3 and 5."""
 DGC = ["--compression", "dgc", "--dgc-ratio", 0.05, "--dgc-warmup-epochs", 0]
 VARIANTS: dict[str, list[object]] = {
     **{name: ["--algorithm", name] for name in sorted(ALGORITHMS)},
@@ -46,7 +46,7 @@ class Watched:
 
         def noted_take(stream: ShardedStream, count: int) -> Any:
             epochs, indices = take(stream, count)
-            # Samples for batch norm's statistics come from a stream of one worker.
+            # Samples for the statistics of batch norm come from a stream of one worker.
             if stream.workers > 1:
                 self.dealt.update(zip(epochs.tolist(), indices.tolist(), strict=True))
             return epochs, indices
@@ -69,7 +69,7 @@ class Watched:
 
 
 def json_free(state: dict[str, Any]) -> dict[str, Any]:
-    """A copy that training does not change."""
+    """Return a copy that training does not change."""
     if isinstance(state, dict):
         return {name: json_free(value) for name, value in state.items()}
     if isinstance(state, list):
@@ -108,7 +108,7 @@ def mean_of(parts: list[dict[str, Any]], *path: str) -> Tensor | None:
 
 
 def pending(states: list[dict[str, Any]]) -> Tensor | None:
-    """Return the sums that ALADDIN's servers have not applied yet, flat."""
+    """Return the sums that ALADDIN's servers have not applied yet, as a flat vector."""
     sums: dict[int, Tensor] = {}
     for state in states:
         for index, shard in state.get("shards", {}).items():
@@ -127,7 +127,7 @@ def test_every_algorithm_resumes_with_other_numbers_of_ranks(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """From 4 to 3 and to 5 workers, where there are servers with 2 and with 1 of them."""
+    """From 4 to 3 and to 5 workers; algorithms with servers use 2 and 1 of them."""
     run_dir, name = tmp_path / "run", str(variant[1])
     watched = Watched(monkeypatch)
     plan = [*SMALL, "--workers", 4, "--samples", LENGTHS[0], "--eval-every", 0, "--jitter", 0.3]
@@ -168,7 +168,7 @@ def final(run_dir: Path) -> Tensor:
 
 
 def test_resized_synchronous_algorithms_stay_equal(tmp_path: Path) -> None:
-    """Each equals one process with the batches of all, also across the changes."""
+    """Each equals one process with all batches, also across the changes."""
     plan = [*SMALL, "--quiet", "--eval-every", 0, "--batch-size", 8, "--servers", 2]
     models = {}
     for name, servers in (("ar-sgd", 1), ("bsp", 1), ("bsp", 2), ("multistep", 1)):
@@ -183,7 +183,7 @@ def test_resized_synchronous_algorithms_stay_equal(tmp_path: Path) -> None:
 
 
 def test_resizing_servers_does_not_change_training(tmp_path: Path) -> None:
-    """An optimizer's state is cut again with the model."""
+    """An optimizer's state is redistributed with the model."""
     plan = [*SMALL, "--algorithm", "bsp", "--optimizer", "adamw", "--quiet", "--eval-every", 0]
     plan += ["--batch-size", 8, "--workers", 4, "--lr-schedule", "constant", "--warmup-epochs", 0]
     start(*plan, "--samples", 480, "--servers", 2, "--run-dir", tmp_path / "whole")
@@ -254,7 +254,7 @@ def test_workers_may_fail_before_and_after_a_resize(tmp_path: Path, algorithm: s
 
 @needs("openmpi")
 def test_custom_loop_resumes_with_other_numbers_of_ranks_over_mpi(tmp_path: Path) -> None:
-    """On 3, 2 and 4 ranks; its length is in steps, and it has a scheduler."""
+    """On 3, 2 and 4 ranks; the run's length is in steps, and it has a scheduler."""
     for ranks, servers, steps in ((3, 1, 6), (2, 1, 12), (4, 2, 18)):
         completed = run_program(tmp_path, "resized_loop", servers, steps, ranks=ranks)
         figures = summary(tmp_path / "run")
@@ -264,4 +264,4 @@ def test_custom_loop_resumes_with_other_numbers_of_ranks_over_mpi(tmp_path: Path
         assert f"rank {ranks - 1} {steps} " in completed.stdout
     check_names(completed.stderr, "2 workers and 2 servers", "1 worker and 1 server")
     dealt = [checkpoint_part(tmp_path / "run", rank)["local"]["user"] for rank in (2, 3)]
-    assert dealt[0]["batches"] > dealt[1]["batches"] > 0  # the first took part all the time
+    assert dealt[0]["batches"] > dealt[1]["batches"] > 0  # the first took part throughout

@@ -1,4 +1,4 @@
-"""Checkpoints: a killed run resumes as if it had not been interrupted."""
+"""A killed run resumes from its checkpoint as if it had not been interrupted."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from tests.messages import check_names, naming
 from tests.run.program_runs import PROGRAMS
 
 MODULE = (PROGRAMS / "mortal.py").read_text()
-"""For tests of other folders."""
+"""Environment for tests in other folders."""
 
 
-# -- virtual time: bit for bit ------------------------------------------------------------
+# -- simulation: bit-identical ------------------------------------------------------------
 PLAN = ["--model", "mortal:build", "--workers", 3, "--hosts", 2, "--epochs", 4, "--seed", 5]
 PLAN += ["--jitter", 0.3, "--slowdown", "1=2", "--delay-us", 500, "--batch-size", 24]
 PLAN += ["--log-every", 300, "--eval-every", 0.5]
@@ -88,7 +88,7 @@ def test_resume_extends_a_finished_run(tmp_path: Path) -> None:
 # -- over MPI ----------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on four ranks of which one was killed, with checkpoints by time."""
+    """Return a run on four ranks of which one was killed, with checkpoints by time."""
     run_dir = tmp_path_factory.mktemp("mpi") / "run"
     plan = ["--model", "mortal:build", "--epochs", 10, "--log-every", 400]
     plan += ["--checkpoint-every", "0.3s", "--servers", 2]
@@ -123,7 +123,7 @@ def test_killed_run_resumes_over_mpi(copy: Path) -> None:
     assert len(lines) >= 0.9 * 10 * EPOCH / 400
 
 
-# -- what is not resumed -------------------------------------------------------------------
+# -- runs that cannot be resumed ------------------------------------------------------------
 def truncate(run_dir: Path) -> None:
     file = checkpoint(run_dir) / "rank-2.pt"
     file.write_bytes(file.read_bytes()[:-100])
@@ -265,7 +265,7 @@ def test_run_folder_refuses_to_overwrite_foreign_files(tmp_path: Path, name: str
 
 
 def test_empty_run_dir_is_refused() -> None:
-    """As by ``--run-dir "$UNSET"``; it would be the folder in which one is."""
+    """As by ``--run-dir "$UNSET"``; it would be the current folder."""
     line = refusal(simulate(None, "--run-dir", "", "--samples", 64, check=False))
     check_names(line, "--run-dir", "''")
 
@@ -283,6 +283,6 @@ def test_resume_refuses_options_that_cannot_change(simulated: Path) -> None:
 
 
 def test_training_refuses_to_resume_a_simulation(simulated: Path) -> None:
-    """config.toml of a simulation has options that training does not know."""
+    """config.toml of a simulation has options that do not exist for training."""
     line = refusal(train(2, None, "--resume", simulated, check=False))
     assert str(simulated) in line

@@ -1,4 +1,4 @@
-"""Figures are rounded to the digits that are meaningful."""
+"""Figures are rounded to their significant digits."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_rounding_keeps_neighbouring_fp32_values_distinct() -> None:
 
 
 def test_metrics_in_memory_equal_those_in_the_file(tmp_path: Any) -> None:
-    """So a resumed run, which reads the file, has the lines of the uninterrupted one."""
+    """A resumed run, which reads the file, therefore has the lines of the uninterrupted one."""
     metrics = Metrics(tmp_path)
     metrics.open(0)
     metrics.append("train", {"samples": 64, "seconds": 1 / 3, "samples_per_second": 1e9 / 7})

@@ -1,4 +1,4 @@
-"""The default folder of a run is unique, even if runs begin in the same second."""
+"""The default folder of a run is unique, even if runs begin within the same second."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from aladdin_mpi.transport.virtual.engine import VirtualCluster
 
 @pytest.fixture
 def same_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs below ``tmp_path``, which all begin in one second."""
+    """Return runs below ``tmp_path`` that all begin within the same second."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda *form: "20260101-000000")
 

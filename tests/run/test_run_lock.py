@@ -1,4 +1,4 @@
-"""The lock that keeps a second run out of a folder in use."""
+"""The lock that prevents a second run from using a folder."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_requeued_slurm_job_takes_over_its_own_run_lock(
 def test_run_lock_is_optional_on_file_systems_without_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """Some of them answer as if another process had the lock."""
+    """Some file systems answer as if another process had the lock."""
 
     def refuse(*args: object) -> None:
         raise OSError(number, os.strerror(number))
@@ -121,7 +121,7 @@ def test_run_lock_refuses_a_second_run_over_mpi(tmp_path: Path) -> None:
             assert (run_dir / run_folder.NAME).exists()
             assert (run_dir / "config.toml").read_text() == before
             assert job.process.poll() is None, job.so_far()
-    train(2, run_dir, "--overwrite", *SHORT)  # the first was killed
+    train(2, run_dir, "--overwrite", *SHORT)  # the first run was killed
     assert summary(run_dir)["samples"] == 640
     assert not (run_dir / run_folder.NAME).exists()
 

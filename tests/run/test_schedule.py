@@ -1,4 +1,4 @@
-"""The learning rate follows the samples of all workers."""
+"""The learning-rate schedule follows the samples of all workers."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def test_warmup_rises_linearly_to_the_full_learning_rate() -> None:
     )
 
 
-def test_learning_rate_starts_in_full_without_warmup() -> None:
+def test_learning_rate_starts_at_full_value_without_warmup() -> None:
     assert schedule(warmup_epochs=0.0)(0) == pytest.approx(0.4)
 
 
-def test_learning_rate_of_one_worker_has_no_warmup() -> None:
+def test_single_worker_has_no_learning_rate_warmup() -> None:
     lr = schedule(workers=1)
     assert {lr(samples) for samples in range(0, 10_000, 500)} == {0.1}
 

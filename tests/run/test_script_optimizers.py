@@ -22,7 +22,7 @@ INPUTS = torch.randn(STEPS, 6, 3, generator=torch.Generator().manual_seed(2))
 
 
 class SAM(torch.optim.Optimizer):
-    """Foret et al., ICLR 2021, as others write it: one step there and one back."""
+    """The usual implementation of Foret et al., ICLR 2021: one step up and one back."""
 
     def __init__(self, params: Any, base: type[torch.optim.Optimizer], **settings: Any) -> None:
         super().__init__(params, settings)
@@ -85,7 +85,7 @@ def train(
     VirtualCluster(1, Cluster(hosts=1), 0).run(main)
 
 
-def test_two_step_optimizer_is_refused_by_name(tmp_path: Path) -> None:
+def test_two_pass_optimizer_is_refused_by_name(tmp_path: Path) -> None:
     model = network()
     sam = SAM(model.parameters(), torch.optim.SGD, lr=0.1)
     with pytest.raises(UserError, match=naming("optimizer:", "SAM", "run.step()")):

@@ -1,7 +1,7 @@
-"""The size of every step after workers have failed, in virtual time.
+"""Size of every step after workers have failed, in simulation.
 
-The loss is linear, so a worker's gradient is the same at every model, and plain SGD has steps
-whose size is known exactly.
+The loss is linear, so a worker's gradient is the same at every model, and the steps of plain SGD
+have a known size.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from tests.roles import Job, flat, run
 LR = 2.0**-4
 WORKERS = 5
 LOST = {"one lost": {4: 5.3}, "two lost": {3: 5.3, 4: 7.6}}
-"""Workers by the second in which they fail; a step takes one."""
+"""Failure times of workers in seconds; a step takes one second."""
 SLOPES = [1.0, 8.0, 64.0, 512.0, 4096.0]
-"""Of each worker's loss: no two sets of workers have the same mean."""
+"""Slope of each worker's loss: no two sets of workers have the same mean."""
 
 SYNCHRONOUS: dict[str, tuple[str, dict[str, Any]]] = {
     "bsp": ("bsp", {}),
@@ -65,13 +65,13 @@ class Line(nn.Module):
         self.parts = nn.ParameterList([torch.zeros(size) for size in sizes])
 
     def forward(self, slope: Tensor) -> Tensor:
-        """The loss; its gradient is ``slope``."""
+        """Return the loss; its gradient is ``slope``."""
         x = torch.cat([part.view(-1) for part in list(self.parts)[::-1]])
         return (slope * x).sum()
 
 
 def job(algorithm: str, lost: dict[int, float], steps: int = 14, **settings: Any) -> Job:
-    """A run on :class:`Line` of five equally fast workers."""
+    """Return a run on :class:`Line` with five equally fast workers."""
     first = 1 if find_algorithm(algorithm).has_servers else 0
     failures = {first + worker: second for worker, second in lost.items()}
     return Job(
@@ -96,7 +96,7 @@ def test_table_of_step_sizes_has_every_algorithm() -> None:
 
 # -- synchronous algorithms ---------------------------------------------------------------
 class Rounds:
-    """The samples of every worker in each round, and the models before and after it."""
+    """Samples of every worker in each round, and the models before and after it."""
 
     def __init__(self, job: Job) -> None:
         self.first = job.served_by
@@ -111,15 +111,15 @@ class Rounds:
 
     def _note(self, transport: Transport, role: Role, lease: SampleLease) -> None:
         worker = transport.rank - self.first
-        if lease.start not in self.sizes:  # all have the same model then
+        if lease.start not in self.sizes:  # all have the same model at this time
             self.models.append(flat(role, role.layout))  # type: ignore[attr-defined]
         self.sizes[lease.start][worker] = lease.size
 
     def check(self, one_mean: bool) -> list[int]:
-        """Compare the steps with means of gradients; returns how many means each could be.
+        """Compare the steps with means of gradients; return the number of possible means of each.
 
         Args:
-            one_mean: whether all buckets of a round have the same one.
+            one_mean: whether all buckets of a round have the same mean.
         """
         counts = []
         for sizes, (before, after) in zip(self.sizes.values(), pairwise(self.models), strict=True):
@@ -133,7 +133,7 @@ class Rounds:
         return counts
 
     def _means(self, sizes: dict[int, int]) -> list[float]:
-        """Means over the survivors and any of those that have failed later, in the same round."""
+        """Return means over surviving workers and any that fail later in the same round."""
         mortal = [worker for worker in sizes if worker not in self.survivors]
         sets = chain.from_iterable(combinations(mortal, n) for n in range(len(mortal) + 1))
         after = any(worker in sizes for worker in mortal)
@@ -146,7 +146,7 @@ class Rounds:
 
 @pytest.mark.parametrize("lost", LOST)
 @pytest.mark.parametrize("variant", SYNCHRONOUS)
-def test_synchronous_step_is_mean_over_survivors(variant: str, lost: str) -> None:
+def test_synchronous_step_is_mean_over_surviving_workers(variant: str, lost: str) -> None:
     algorithm, settings = SYNCHRONOUS[variant]
     rounds = Rounds(job(algorithm, LOST[lost], **settings))
     candidates = rounds.check(one_mean=algorithm != "bsp")
@@ -159,7 +159,7 @@ def test_synchronous_step_is_mean_over_survivors(variant: str, lost: str) -> Non
 def test_every_sample_has_equal_weight_in_a_small_last_round(
     variant: str, worker: int, extra: int
 ) -> None:
-    """The last round was distributed to all, in unequal parts, before one of them failed."""
+    """The last round was distributed to all workers in unequal parts before one failed."""
     algorithm, settings = SYNCHRONOUS[variant]
     plan = job(algorithm, {worker: 3.5}, steps=4, **settings)
     plan.samples += extra
@@ -172,13 +172,13 @@ def test_every_sample_has_equal_weight_in_a_small_last_round(
 def test_bsp_averages_received_gradients_of_each_bucket_after_a_failure(
     servers: int, second: float
 ) -> None:
-    """In the failure's round; in all others every bucket has the same mean."""
+    """In the round of the failure; in all other rounds, every bucket has the same mean."""
     plan = job("bsp", {}, steps=6)
     plan.servers = servers
     plan.cluster = network(
         hosts=8,
         latency_us=1e5,
-        bandwidth_gbit=16e-7,  # a tenth of a second for each bucket
+        bandwidth_gbit=16e-7,  # a tenth of a second per bucket
         failures={servers + 4: second},
     )
     candidates = Rounds(plan).check(one_mean=False)
@@ -191,10 +191,10 @@ def test_bsp_averages_received_gradients_of_each_bucket_after_a_failure(
     [("one lost", "none"), ("two lost", "none"), ("two lost", "linear"), ("two lost", "sqrt")],
 )
 @pytest.mark.parametrize("algorithm", AT_SERVERS)
-def test_gradient_weight_after_failures_is_that_of_the_survivors(
+def test_gradient_weight_after_failures_counts_surviving_workers(
     algorithm: str, lost: str, scaling: str
 ) -> None:
-    """With the linear scaling rule fewer workers have a lower rate, which compensates."""
+    """With the linear scaling rule, fewer workers have a lower rate, which compensates."""
     steps: list[tuple[float, float, int]] = []
     last = {"x": 0.0, "applied": 0}
 
@@ -211,7 +211,7 @@ def test_gradient_weight_after_failures_is_that_of_the_survivors(
     plan.watch = watch
     run(plan)
     before = [move / count for now, move, count in steps if now < 5.0]
-    # A worker of ashl receives its share with the next model.
+    # An ashl worker receives its share with the next model.
     after = [move / count for now, move, count in steps if now > 12.0]
     assert before == pytest.approx([1 / WORKERS] * len(before), rel=1e-4)
     survivors = WORKERS - len(LOST[lost])
@@ -223,7 +223,7 @@ def test_gradient_weight_after_failures_is_that_of_the_survivors(
 
 @pytest.mark.parametrize("lost", LOST)
 @pytest.mark.parametrize("algorithm", ["easgd", "eamsgd", "aladdin", "shat"])
-def test_models_are_blended_by_number_of_survivors(
+def test_models_are_blended_by_number_of_surviving_workers(
     monkeypatch: pytest.MonkeyPatch, algorithm: str, lost: str
 ) -> None:
     alphas: list[tuple[float, float]] = []
@@ -260,7 +260,7 @@ def test_models_are_blended_by_number_of_survivors(
 @pytest.mark.parametrize("slowdown", [1.0, 1.3])
 @pytest.mark.parametrize("lost", LOST)
 @pytest.mark.parametrize("algorithm", [*PUSH_SUM, *PEERS])
-def test_local_step_of_a_peer_keeps_its_size_after_failures(
+def test_peer_to_peer_step_keeps_its_size_after_failures(
     algorithm: str, lost: str, slowdown: float
 ) -> None:
     models: dict[int, list[float]] = defaultdict(list)
@@ -277,7 +277,7 @@ def test_local_step_of_a_peer_keeps_its_size_after_failures(
     assert moved / len(survivors) / 4 == pytest.approx(1.0, rel=0.02)
 
 
-# -- in the group that follows ------------------------------------------------------------
+# -- in the next group --------------------------------------------------------------------
 IN_NEW_GROUP = [
     *("bsp", "ar-sgd", "local-sgd", "sgp", "osgp", "multistep"),
     *("asp", "ssp", "shat", "gosgd", "ad-psgd"),
@@ -286,7 +286,7 @@ IN_NEW_GROUP = [
 
 @pytest.mark.parametrize("algorithm", IN_NEW_GROUP)
 def test_step_size_is_kept_by_the_next_group(algorithm: str, tmp_path: Path) -> None:
-    """All slopes are 1, so that each round of all workers moves each model by the rate."""
+    """All slopes are 1, so each round of all workers moves each model by the rate."""
     servers = 1 if find_algorithm(algorithm).has_servers else 0
     lost = LOST["two lost" if algorithm == "multistep" else "one lost"]
     failures = {servers + worker: second for worker, second in lost.items()}
@@ -328,6 +328,6 @@ def test_step_size_is_kept_by_the_next_group(algorithm: str, tmp_path: Path) -> 
     last = [seen for (_, groups), seen in models.items() if groups == newest > 1]
     assert len(last) == WORKERS - len(lost)
     for seen in last:
-        # At first workers have not exchanged yet, and at the end some have stopped already.
+        # Workers have not exchanged models at first, and some have already stopped at the end.
         steps = [after - before for before, after in pairwise(seen[3:-1])]
         assert sum(steps) / len(steps) == pytest.approx(1.0, rel=0.05)

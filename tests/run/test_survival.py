@@ -1,4 +1,4 @@
-"""Ranks killed over real MPI: the others continue, or the job ends with resume advice."""
+"""Ranks killed over MPI: the others continue, or the job ends with resume advice."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ pytestmark = [needs("openmpi"), pytest.mark.slow]
 BUDGET = 12 * EPOCH
 PLAN = ["--log-every", 320, "--checkpoint-every", 4 * EPOCH, "--slowdown", "0=3"]
 ENDS_WITHIN = 60.0
-"""Seconds; 30 on a machine that has nothing else to do."""
+"""Timeout in seconds; 30 on a machine without other load."""
 
 
 def kill(job: Job, run_dir: Path, ranks: list[int], at: int) -> None:
-    """Kill ranks as soon as ``at`` samples have been drawn."""
+    """Kill ranks as soon as ``at`` samples have been leased."""
     wait_until(job, lambda: samples_so_far(run_dir) >= at, seconds=100)
     kill_ranks(job, ranks)
 
@@ -72,7 +72,7 @@ def test_surviving_ranks_continue_training(
     assert figures["samples_lost"] == sum(each["samples_lost"] for each in figures["failures"])
     assert figures["gradients_computed"] == figures["gradients_applied"]
     assert figures["test_accuracy"] > 0.9
-    # The checkpoint of the survivors is valid for all ranks: the failed ones rejoin.
+    # The checkpoint of the surviving ranks is valid for all ranks: the failed ones rejoin.
     completed = train(ranks, None, "--resume", run, "--epochs", 13, mpirun=ULFM)
     figures = summary(run)
     assert figures["samples"] == 13 * EPOCH
@@ -113,7 +113,7 @@ def test_surviving_ranks_form_a_new_group(
     assert figures["gradients_computed"] == figures["gradients_applied"] + lost
     assert figures["test_accuracy"] > 0.9
     assert rises([line for line in metrics(run) if line["kind"] == "train"])
-    # A job of the original size resumes it, whichever ranks have failed.
+    # A job of the original size resumes it, whichever ranks failed.
     train(ranks, None, "--resume", run, "--epochs", 13, mpirun=ULFM)
     figures = summary(run)
     assert figures["samples"] == 13 * EPOCH
@@ -158,7 +158,7 @@ def test_spares_option_requires_an_mpi_with_ulfm(tmp_path: Path) -> None:
 
 
 def test_spare_ranks_exit_with_the_job(tmp_path: Path) -> None:
-    """If the run is refused, and if it ends without a failure."""
+    """Both if the run is refused, and if it ends without a failure."""
     run = tmp_path / "run"
     plan = ["--spares", 1, "--epochs", 2]
     completed = train(4, run, *plan, mpirun=ULFM)
@@ -179,7 +179,7 @@ NAMES = sorted(ALGORITHMS)
 def test_ranks_killed_at_random_moments_leave_a_finished_or_resumable_run(
     tmp_path: Path, seed: int
 ) -> None:
-    """Any ranks, from the start on: the job succeeds, or says in time how to resume."""
+    """Any ranks, from the start on: the job succeeds, or reports in time how to resume."""
     r = random.Random(seed)
     name = r.choice(NAMES)
     servers = r.choice([1, 2]) if find_algorithm(name).has_servers else 0
@@ -192,7 +192,7 @@ def test_ranks_killed_at_random_moments_leave_a_finished_or_resumable_run(
     run = tmp_path / "run"
     with training(ranks, run, *plan, mpirun=ULFM, is_warm=False) as job:
         pids = [_pid(job, rank) for rank in killed]
-        if r.random() < 0.75:  # not in the start
+        if r.random() < 0.75:  # not during startup
             wait_until(job, lambda: samples_so_far(run) > 0, or_end=True)
         for pid in pids:
             time.sleep(r.uniform(0.0, 2.5))

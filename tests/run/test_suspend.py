@@ -1,4 +1,4 @@
-"""SIGUSR1 and SIGUSR2: the run is saved, ends with status 75 and is resumed by `--resume auto`."""
+"""SIGUSR1 and SIGUSR2 save the run and end it with status 75; `--resume auto` resumes it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ STOPPED = re.compile(
 
 
 def stop_of(completed: Completed, run_dir: Path, total: int) -> tuple[str, int]:
-    """The signal and the sample that a job was stopped by and at, checked to be saved."""
+    """Return the signal and the sample at which a job was stopped, and check that it was saved."""
     assert completed.returncode == os.EX_TEMPFAIL == 75, repr(completed)
     assert "Traceback" not in completed.stderr, repr(completed)
     ((name, sample, whole, folder),) = STOPPED.findall(completed.stderr)
@@ -56,14 +56,14 @@ def stop_of(completed: Completed, run_dir: Path, total: int) -> tuple[str, int]:
 
 
 def check_end(run_dir: Path, total: int, log_every: int) -> None:
-    """One run, as if it had never been stopped."""
+    """Check that the run's results equal those of an uninterrupted run."""
     figures = summary(run_dir)
     assert figures["samples"] == total
     assert figures["gradients_computed"] == figures["gradients_applied"]
     lines = metrics(run_dir, "train")
     places = [0, *(line["samples"] for line in lines)]
     assert rises(lines) and rises(lines, "seconds")
-    # A line is written with the first lease after its place, and leases are ahead of steps.
+    # A line is written with the first lease after its sample count, and leases are ahead of steps.
     assert all(b - a < 2 * log_every for a, b in itertools.pairwise(places)), places
     assert places[-1] == total
     assert rises(metrics(run_dir, "eval"))
@@ -77,7 +77,7 @@ def check_end(run_dir: Path, total: int, log_every: int) -> None:
         pytest.param(
             "aladdin --servers 2", 4, ["1:build:SIGUSR1", "3:20:SIGUSR2"], marks=pytest.mark.long
         ),
-        # While checkpoints are written all the time.
+        # While checkpoints are written continuously.
         pytest.param(
             "bsp --checkpoint-every 64",
             3,
@@ -110,7 +110,7 @@ def test_run_stopped_by_signal_resumes_twice(
 
 @needs("openmpi")
 def test_signal_to_mpirun_suspends_the_run_during_an_evaluation(tmp_path: Path) -> None:
-    """No rank waits for the evaluation, and the resumed run makes up for it."""
+    """No rank waits for the evaluation, and the resumed run repeats it."""
     run_dir, total = tmp_path / "run", 4 * EPOCH
     plan = ["--model", "stopping:build", "--samples", total, "--log-every", 200]
     plan += ["--resume", "auto"]
@@ -165,11 +165,11 @@ def test_signal_handler_of_the_program_is_kept() -> None:
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_algorithm_handles_a_segment_without_samples(name: str) -> None:
-    """As after a signal at the start: no samples in the first segment, then one each."""
+    """As after a signal at the start: no samples in the first segment, then one in each."""
     roles.run(roles.Job(name, samples=2, segments=3)).check_accounts()
 
 
-# -- what --resume auto decides -----------------------------------------------------------
+# -- decisions of --resume auto --------------------------------------------------------------
 RUN: dict[str, Any] = {"workers": 2, "samples": 128, "checkpoint_every": "64"}
 
 
@@ -208,7 +208,7 @@ def test_auto_resume_continues_or_completes_an_existing_run(
 
 
 def test_auto_resume_restarts_a_run_without_a_checkpoint(tmp_path: Path) -> None:
-    prepare(tmp_path / "run", SimulateOptions(**RUN)).release()  # as a run that was killed
+    prepare(tmp_path / "run", SimulateOptions(**RUN)).release()  # like a killed run
     assert decision(tmp_path / "run") == "replace"
     with pytest.raises(UserError, match=naming("algorithm: aladdin-ahead and bsp")):
         decision(tmp_path / "run", algorithm="bsp")

@@ -1,4 +1,4 @@
-"""Any rank fails at any moment, simulated: the others continue, and the accounting holds.
+"""Any rank fails at any time in simulation: the others continue, and the counters balance.
 
 ``ALADDIN_MPI_SCHEDULES=500`` tries 500 schedules for each algorithm instead of the default few.
 The algorithm and the seed of a failed test replay it.
@@ -30,7 +30,7 @@ FEATURES = 3
 
 
 class Points(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    """Random points, and the values of a plane at them."""
+    """Random points, and the values of a linear function at them."""
 
     def __len__(self) -> int:
         return 60
@@ -43,7 +43,7 @@ class Points(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
 @dataclass
 class Schedule:
-    """A run, and the moments at which ranks fail in it."""
+    """A run, and the times at which its ranks fail."""
 
     algorithm: str
     workers: int
@@ -55,7 +55,7 @@ class Schedule:
     seed: int
     hosts: int
     reduces: bool
-    """Whether workers add up a value at the end of every epoch."""
+    """Whether workers reduce a value at the end of every epoch."""
 
     @property
     def size(self) -> int:
@@ -64,15 +64,15 @@ class Schedule:
 
 @dataclass
 class Outcome:
-    """The results of the ranks; failed ranks have no summary and no model."""
+    """Results of the ranks; failed ranks have no summary and no model."""
 
     steps: list[int]
     summaries: dict[int, dict[str, Any]] = field(default_factory=dict)
     models: dict[int, Tensor] = field(default_factory=dict)
     interrupted: int = 0
-    """How often a rank has joined another group."""
+    """Number of times that a rank has joined another group."""
     began: float | None = None
-    """When the first step was made."""
+    """Time of the first step."""
     reason: str = ""
 
 
@@ -153,7 +153,7 @@ def train(transport: Transport, plan: Schedule, folder: Path, outcome: Outcome) 
             assert 0 < run.reduce(1.0, "sum").item() <= plan.size
     outcome.interrupted += run.groups - 1
     if run.run_dir is None:
-        return  # a spare rank that got no place
+        return  # a spare rank without a role
     outcome.summaries[transport.rank] = run.summary
     outcome.models[transport.rank] = torch.cat([p.detach().view(-1) for p in module.parameters()])
 
@@ -182,9 +182,10 @@ def check(plan: Schedule, outcome: Outcome) -> None:
 
 
 def may_end(plan: Schedule, outcome: Outcome) -> bool:
-    """Whether failures may have ended the run: of rank 0 and its standby together, or too many.
+    """Return whether failures may have ended the run.
 
-    Or one before the first step, or while workers waited for each other.
+    That is the case if rank 0 and its standby fail together, if too many ranks fail, or if a rank
+    fails before the first step or while workers wait for each other.
     """
     if plan.reduces and "run.reduce()" in outcome.reason:
         return True
@@ -193,7 +194,7 @@ def may_end(plan: Schedule, outcome: Outcome) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(max(4, SCHEDULES // 5)))
-def test_survivors_continue_with_compressed_all_reduce(seed: int, tmp_path: Path) -> None:
+def test_surviving_ranks_continue_with_compressed_all_reduce(seed: int, tmp_path: Path) -> None:
     plan = schedule("ar-sgd", seed)
     plan.settings |= {"compression": "dgc", "dgc": {"warmup_epochs": 0}}
     check(plan, play(plan, tmp_path / "run"))
@@ -201,6 +202,8 @@ def test_survivors_continue_with_compressed_all_reduce(seed: int, tmp_path: Path
 
 @pytest.mark.parametrize("seed", range(SCHEDULES))
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_survivors_continue_after_any_rank_fails(algorithm: str, seed: int, tmp_path: Path) -> None:
+def test_surviving_ranks_continue_after_any_rank_fails(
+    algorithm: str, seed: int, tmp_path: Path
+) -> None:
     plan = schedule(algorithm, seed)
     check(plan, play(plan, tmp_path / "run"))

@@ -20,11 +20,11 @@ from tests.messages import check_names
 
 SAMPLES = 36
 CANNOT = ("eamsgd", "multistep")
-"""They step every parameter, and warn of it."""
+"""Algorithms that step every parameter, and warn about it."""
 
 
 class Branches(nn.Module):
-    """Separate samples use the first two layers, all use the third, none uses the last."""
+    """The first two layers are used by separate samples, the third by all, and the last by none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Branches(nn.Module):
 
 
 class Points(Dataset[Tensor]):
-    """Samples of the right branch at first, then now and then, and at last of the left alone."""
+    """Samples that use the right branch at first, then occasionally, and finally never."""
 
     def __init__(self) -> None:
         self.x = torch.rand(SAMPLES, 3, generator=torch.Generator().manual_seed(2))
@@ -79,13 +79,13 @@ BUILT_IN = {
     "lr_schedule": "constant",
     "warmup_epochs": 0.0,
 }
-"""The same as "momentum"."""
+"""Equivalent to "momentum"."""
 
 
 def train(
     folder: Path, algorithm: str, workers: int, optimizer: str | None, **settings: Any
 ) -> tuple[Tensor, list[list[Tensor]]]:
-    """Train in virtual time; returns the flat model and the batches of every worker."""
+    """Train in simulation; return the flat model and every worker's batches."""
     servers = 0 if not ALGORITHMS[algorithm].has_servers else settings.get("servers", 1)
     batches: list[list[Tensor]] = [[] for _ in range(workers)]
     models: list[Tensor] = []
@@ -125,7 +125,7 @@ def flat(model: nn.Module) -> Tensor:
 
 
 def by_torch(batches: list[list[Tensor]], optimizer: str | None) -> Tensor:
-    """The mean of the workers' gradients of each round, and one step."""
+    """Step torch's optimizer with the mean of the workers' gradients of each round."""
     model = Branches()
     stepper = OPTIMIZERS[optimizer or "momentum"](list(model.parameters()))
     for together in zip(*batches, strict=True):
@@ -178,7 +178,7 @@ def test_one_worker_with_unused_parameters_equals_torch(
 
 
 def check_spare_is_unchanged(model: Tensor) -> None:
-    """Check that the layer that no sample uses has its first values."""
+    """Check that the layer that no sample uses has its initial values."""
     spare = sum(p.numel() for p in Branches().spare.parameters())
     assert torch.equal(model[-spare:], flat(Branches())[-spare:])
 
@@ -227,7 +227,7 @@ def test_per_node_aggregation_marks_unused_parameters(tmp_path: Path, algorithm:
     ],
     ids=["eamsgd", "multistep", "bsp", "asp"],
 )
-def test_run_that_steps_unused_parameters_warns_once(
+def test_run_that_updates_unused_parameters_warns_once(
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
     algorithm: str,
@@ -239,7 +239,7 @@ def test_run_that_steps_unused_parameters_warns_once(
     check_names(warnings, "parameter", "at sample 0 ")
 
 
-def test_run_that_skips_unused_parameters_does_not_warn(
+def test_run_that_skips_unused_parameters_prints_no_warning(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     train(tmp_path, "asp", 2, None, wire="int8")

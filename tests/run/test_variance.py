@@ -1,4 +1,4 @@
-"""The variance among the workers' models: its value, and that measuring changes nothing."""
+"""Variance among the workers' models: its value, and no effect of measuring it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUMEL = sum(SIZES)
 
 
 def variance_of(models: Tensor) -> float:
-    """By the definition, in float64; models one a row."""
+    """Return the variance by its definition, in float64; models are rows."""
     mean = models.double().mean(0)
     return ((models.double() - mean) ** 2).sum(1).mean().item() / (mean @ mean).item()
 
@@ -54,7 +54,7 @@ def test_variance_sample_of_a_small_model_is_the_whole_model() -> None:
 
 def test_variance_sample_estimates_the_whole_without_bias() -> None:
     values = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0)).double() ** 2
-    values[:10] *= 1000  # a few large ones, as the weights of normalisations
+    values[:10] *= 1000  # a few large values, as the weights of normalisations
     estimates = []
     for seed in range(200):
         places = draw_places(SIZES, seed, count=400)
@@ -62,9 +62,9 @@ def test_variance_sample_estimates_the_whole_without_bias() -> None:
     assert sum(estimates) / 200 == pytest.approx(values.sum().item(), rel=0.01)
 
 
-# -- by messages ------------------------------------------------------------------------------
+# -- measurement by messages -------------------------------------------------------------------
 class Still(Role):
-    """Holds a model, and does nothing."""
+    """A role that holds a model and does nothing."""
 
     def __init__(self, values: Tensor) -> None:
         self.values = values
@@ -95,7 +95,7 @@ def measured(
     cluster: Cluster,
     also: Callable[[ModelVariance, VirtualTransport, OnVariance], None] = lambda *_: None,
 ) -> tuple[list[float | None], list[float | None]]:
-    """Return what rank 0 is given, and what every surviving rank has at the end."""
+    """Return the result on rank 0, and the final state of every surviving rank."""
     layout: Layout = cut(NUMEL, servers, 0.002, 0.01)
     reported: list[float | None] = []
 
@@ -187,7 +187,7 @@ def test_model_variance_ignores_replies_to_an_earlier_request() -> None:
     assert reported == [None, pytest.approx(variance_of(torch.stack(ranks[1:])), rel=1e-9)]
 
 
-# -- in whole runs ----------------------------------------------------------------------------
+# -- in complete runs -------------------------------------------------------------------------
 PLAN = ["--workers", 4, "--jitter", 0.3, "--lr", 0.02, "--bn-batches", 1, "--quiet"]
 
 
@@ -201,7 +201,7 @@ def variances(run_dir: Path) -> list[float | None]:
 
 @pytest.mark.parametrize("algorithm", ["bsp", "ar-sgd", "multistep"])
 def test_model_variance_of_synchronous_algorithms_is_zero(tmp_path: Path, algorithm: str) -> None:
-    """Although they are hardly ever in the same step at the same moment."""
+    """Although the workers are hardly ever in the same step at the same time."""
     uneven = ["--hosts", 4, "--latency-us", 2e4, "--slowdown", "1=2"]
     run_small(tmp_path / "run", algorithm, *uneven, "--epochs", 2, "--eval-every", 0.1)
     values = variances(tmp_path / "run")
@@ -221,7 +221,7 @@ def test_model_variance_of_asynchronous_algorithms_is_positive(
 
 @pytest.mark.parametrize("model", ["digits", "tests.failing:build"], ids=["sample", "whole"])
 def test_last_model_variance_is_that_of_the_checkpoint(tmp_path: Path, model: str) -> None:
-    """The last one, of the models in the last checkpoint."""
+    """The last value refers to the models in the last checkpoint."""
     run_small(tmp_path / "run", "gosgd", "--epochs", 2, "--model", model, "--eval-every", 0)
     parts = [checkpoint_part(tmp_path / "run", rank)["role"] for rank in range(4)]
     ranks = torch.stack([part["parameters"] for part in parts])

@@ -1,4 +1,4 @@
-"""Batch jobs of the tests: submitted, followed, and what they printed."""
+"""Batch jobs of the tests: submission, states and output."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ SCRIPTS = ROOT / "slurm"
 GPU_NODES = ("-p", "gpu", "--gpus-per-node=2", "--ntasks-per-node=2", "--cpus-per-task=1")
 """Nodes with two workers each."""
 TIMED = ("--compute", "timed", "--compute-time", "0.05", "--model", "size:1", "--device", "cpu")
-"""Training that takes time and no processor."""
+"""A training that takes time without using the processor."""
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 
 
 @dataclass
 class BatchJob:
-    """A job in the queue, or at its end."""
+    """A job in the queue, running or finished."""
 
     cluster: SlurmCluster
     number: str
     pattern: Path
-    """Its output, with %a for the place in an array."""
+    """Path of its output; %a stands for the index in an array."""
 
     def output(self, place: int = 0) -> str:
-        """What it has printed; of an array's task."""
+        """Return its output, or that of a task of an array."""
         path = Path(str(self.pattern).replace("%a", str(place)))
         return path.read_text(errors="replace") if path.exists() else ""
 
     def states(self) -> set[str]:
-        """The states of the job, its parts and its tasks."""
+        """Return the states of the job, its parts and its tasks."""
         seen = self.cluster.run("squeue", "-h", "-t", "all", "-j", self.number, "-o", "%T")
         return set(seen.stdout.split())
 
     def wait(self, timeout: float = 270) -> str:
-        """Wait for its end; returns its state, such as COMPLETED. A requeued job starts at once."""
+        """Wait for its end; return its state, such as COMPLETED. A requeued job starts at once."""
         self.until(self.ended, timeout, hasten=True)
         return ",".join(sorted(self.states()))
 
     def ended(self) -> bool:
-        """Whether all of it is over."""
+        """Return whether all of it has ended."""
         seen = self.states()
         return bool(seen) and seen <= ENDED
 
@@ -57,7 +57,7 @@ class BatchJob:
         """Wait for a condition.
 
         Raises:
-            AssertionError: it did not come to be; with the output.
+            AssertionError: the condition did not become true; includes the output.
         """
         end = time.monotonic() + timeout
         while not condition():
@@ -67,12 +67,12 @@ class BatchJob:
                 raise AssertionError(
                     f"job {self.number}: {self.states()} after {timeout} s\n{logs}"
                 )
-            if hasten:  # Slurm would let a requeued job wait for two minutes
+            if hasten:  # Slurm would make a requeued job wait for two minutes
                 self.hasten()
             time.sleep(0.3)
 
     def hasten(self) -> None:
-        """Let requeued tasks begin in two seconds: what ran before them must be over by then."""
+        """Let requeued tasks start in two seconds; their predecessors must have ended by then."""
         words = ("squeue", "-h", "-r", "-t", "PENDING", "-j", self.number, "-o", "%i %r %S")
         for line in self.cluster.run(*words, check=False).stdout.splitlines():
             number, reason, start = line.split(maxsplit=2)
@@ -81,7 +81,7 @@ class BatchJob:
 
 
 def _seconds_until(moment: str) -> float:
-    """From now to a local time as Slurm prints it."""
+    """Return the seconds until a local time in Slurm's format."""
     return (datetime.fromisoformat(moment) - datetime.now()).total_seconds()
 
 
@@ -92,7 +92,7 @@ def submit(
     words: Sequence[object],
     env: Mapping[str, str] | None = None,
 ) -> BatchJob:
-    """``sbatch OPTIONS slurm/SCRIPT WORDS``, from a folder that the cluster takes away."""
+    """Run ``sbatch OPTIONS slurm/SCRIPT WORDS`` in a folder that is removed with the cluster."""
     name = f"{script.partition('.')[0]}-{time.monotonic_ns()}"
     output = cluster.shared / f"{name}.out"
     if "--array" in " ".join(map(str, options)):
@@ -111,7 +111,7 @@ def submit_array(
     words: Sequence[object],
     env: Mapping[str, str],
 ) -> BatchJob:
-    """``examples/slurm_array.sh WORDS``, with ``options`` of the site."""
+    """Run ``examples/slurm_array.sh WORDS``, with the site's ``options``."""
     output = cluster.shared / f"array-{time.monotonic_ns()}-%a.out"
     site = ["--parsable", "--chdir", cluster.shared, "--output", output, *options]
     completed = cluster.run(
@@ -122,7 +122,7 @@ def submit_array(
 
 
 def _variables(env: Mapping[str, str]) -> dict[str, str]:
-    """The environment that a job is submitted from."""
+    """Return the environment from which a job is submitted."""
     variables = {
         "PATH": f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}",
         "PYTHON": warm.python(),

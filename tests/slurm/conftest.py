@@ -1,4 +1,4 @@
-"""One Slurm for all tests here; they are skipped where none can be started."""
+"""One Slurm cluster for all tests in this directory, which are skipped if none can be started."""
 
 from __future__ import annotations
 

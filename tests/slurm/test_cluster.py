@@ -1,4 +1,4 @@
-"""The cluster of these tests: started and removed by one command each, and nothing of it stays."""
+"""The test cluster is started and removed by one command each, and removed without leftovers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.commands import running
 from tests.launch import ROOT
 
 NAME = f"slurmtest{os.getpid()}"
-# The command line under another name than its own: that cluster may be in use.
+# Use another name than the command line's default, whose cluster may be in use.
 COMMAND = f"import tests.slurm_cluster as s; s.NAME = {NAME!r}; raise SystemExit(s.main())"
 
 
@@ -50,7 +50,7 @@ def remains() -> list[str]:
 
 def test_cluster_up_and_down_are_idempotent() -> None:
     assert "2 nodes are up" in command("up")
-    assert "2 nodes are up" in command("up", "--nodes", "3")  # that of before
+    assert "2 nodes are up" in command("up", "--nodes", "3")  # the existing cluster
     assert len(set(command("run", "srun", "-N2", "hostname").split())) == 2
     assert "removed" in command("down")
     assert remains() == []

@@ -1,4 +1,4 @@
-"""Jobs that end before their time: signals, time limits, scancel, the death of a node."""
+"""Jobs that end early: signals, time limits, scancel, and the failure of a node."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IS_RANK = re.compile(rb"(?!.*--hostfile).*-m\0aladdin_mpi\.train", re.DOTALL)
 
 
 def started(job: BatchJob, run_dir: Path) -> None:
-    """Wait until it trains."""
+    """Wait until the job trains."""
     job.until(lambda: (run_dir / "metrics.jsonl").exists() and bool(metrics(run_dir, "train")))
 
 
@@ -33,7 +33,7 @@ def wait_for_checkpoint(job: BatchJob, run_dir: Path) -> None:
 
 
 def check_continuous(run_dir: Path, samples: int) -> None:
-    """One run, as if nothing had stopped it."""
+    """Check that the run's results equal those of an uninterrupted run."""
     run_summary = summary(run_dir)
     assert run_summary["samples"] == samples
     assert run_summary["gradients_computed"] == run_summary["gradients_applied"]
@@ -43,7 +43,7 @@ def check_continuous(run_dir: Path, samples: int) -> None:
 
 
 def check_last_checkpoint(run_dir: Path) -> None:
-    """It is whole: the parts are as long as its manifest says."""
+    """Check that the parts of the last checkpoint have the lengths in its manifest."""
     folder = checkpoint(run_dir)
     parts = json.loads((folder / MANIFEST).read_text())["parts"]
     assert [(folder / part["file"]).stat().st_size for part in parts] == [
@@ -79,7 +79,7 @@ def test_job_resumes_after_time_limit(cluster: SlurmCluster) -> None:
 
 
 def test_job_without_summary_fails(cluster: SlurmCluster) -> None:
-    """As Open MPI's mpirun ends when it has lost a host."""
+    """As Open MPI's mpirun ends if it has lost a host."""
     run_dir = cluster.shared / "no-summary"
     launcher = cluster.shared / "mpirun"
     launcher.write_text("#!/bin/sh\nexit 0\n")
@@ -104,7 +104,7 @@ def test_scancel_keeps_last_checkpoint(cluster: SlurmCluster) -> None:
 
 @pytest.mark.long
 def test_job_resumes_from_last_checkpoint_after_node_failure(cluster: SlurmCluster) -> None:
-    run_dir = cluster.shared / "dead"
+    run_dir = cluster.shared / "failed"
     words = [*LENGTH, "--checkpoint-every", "1s", "--run-dir", run_dir]
     job = submit(cluster, "train.sbatch", TWO_NODES, words)
     wait_for_checkpoint(job, run_dir)
@@ -119,7 +119,7 @@ def test_job_resumes_from_last_checkpoint_after_node_failure(cluster: SlurmClust
 
 
 def ranks_on(node: str) -> list[int]:
-    """The processes of the ranks on a node; those of a rank come one after another."""
+    """Return the processes of the ranks on a node, grouped by rank."""
     lines = {pid: Path(f"/proc/{pid}/cmdline") for pid in netns.processes([node])}
     return [
         pid for pid, line in lines.items() if line.exists() and IS_RANK.match(line.read_bytes())
@@ -174,7 +174,7 @@ def test_spare_rank_replaces_rank_0(cluster: SlurmCluster) -> None:
 
 
 @pytest.mark.long
-def test_restart_leaves_out_failed_node(cluster: SlurmCluster) -> None:
+def test_restart_excludes_failed_node(cluster: SlurmCluster) -> None:
     run_dir = cluster.shared / "fewer"
     words = [*LENGTH, "--checkpoint-every", "1s", "--run-dir", run_dir]
     job = submit(cluster, "train.sbatch", [*TWO_NODES, "--no-kill"], words, {"RESTARTS": "2"})

@@ -16,11 +16,11 @@ from tests.slurm_cluster import SlurmCluster
 
 DIGITS = ("--epochs", 4, "--device", "cpu")
 TRAINED = 0.5
-"""Accuracy, of which chance has 0.1: how old gradients get depends on what else the cores do."""
+"""Minimum accuracy; chance is 0.1. The age of gradients depends on what else uses the cores."""
 
 
 def ranks(output: str) -> list[list[str]]:
-    """Rank, host, role and cores, as the program tells them at its start."""
+    """Return rank, host, role and cores, as the program prints them at its start."""
     lines = [line.split() for line in output.splitlines() if line.startswith("rank ")]
     return [[words[1], words[2].rpartition("-")[2], words[3], words[-1]] for words in lines]
 
@@ -130,7 +130,7 @@ def test_scaling_script_writes_table_of_one_and_two_nodes(cluster: SlurmCluster)
     assert job.wait() == "COMPLETED", job.output()
     lines = [line.split() for line in (cluster.shared / "table/scaling.txt").open()]
     assert [line[:3] for line in lines[1:]] == [["nodes-1", "2", "1"], ["nodes-2", "4", "1"]]
-    assert float(lines[2][4]) > 1.0  # the speed-up of twice the nodes
+    assert float(lines[2][4]) > 1.0  # the speedup of twice the number of nodes
     assert lines[1][4:6] == ["1.00", "100.0"]
 
 

@@ -1,4 +1,4 @@
-"""The site profiles, read by a shell without a cluster: what each of them sets."""
+"""Settings of the site profiles, read by a shell without a cluster."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ echo "${MPICH_GPU_SUPPORT_ENABLED:-}"
 
 
 def read(site: str) -> list[str]:
-    """Launcher and how it starts MPI, options of srun, cores, and what Cray MPICH is told."""
+    """Return launcher, MPI start method, options of srun, cores, and settings of Cray MPICH."""
     env = {
         "PATH": os.environ["PATH"],
         "USER": "me",
         "ALADDIN_SLURM": str(ROOT / "slurm"),
         "ALADDIN_SITE": site,
-        "MPICH_GPU_SUPPORT_ENABLED": "1",  # as some modules set it
+        "MPICH_GPU_SUPPORT_ENABLED": "1",  # as set by some modules
     }
     completed = subprocess.run(
         ["bash", "-c", READ], env=env, capture_output=True, text=True, timeout=60, check=True
@@ -72,7 +72,7 @@ def test_site_is_in_cluster_guide(site: str) -> None:
 
 
 def test_bind_script_binds_worker_to_cores_of_its_gpu(tmp_path: Path) -> None:
-    """Two nodes of four GPUs; on the first, ranks 0 and 1 serve."""
+    """Two nodes of four GPUs; on the first, ranks 0 and 1 are servers."""
     (tmp_path / "taskset").write_text('#!/bin/sh\nshift\necho "$1"\n')
     (tmp_path / "taskset").chmod(0o755)
     cores = read("juwels_booster")[2]

@@ -1,4 +1,4 @@
-"""A host's link is cut while its workers train: the others go on, and nobody hangs."""
+"""A host's link is cut during training: the other workers continue, and no rank hangs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Run:
 
 @contextmanager
 def cut(lab: Lab, host: int) -> Iterator[None]:
-    """Take down a host's link to the switch for the time of the block."""
+    """Take down a host's link to the switch within the block."""
     port = ["ip", "-n", f"{lab.name}-switch", "link", "set", f"h{host}"]
     netns.run_tool(*port, "down")
     try:
@@ -86,12 +86,12 @@ def test_workers_behind_cut_link_are_excluded_and_reported(tmp_path: Path) -> No
                 run.until(
                     partial(run.reports, rf"{name_of(rank)} .*\bheartbeat\b.*\b{SILENCE} s\b")
                 )
-        # Reported by rank 0, or by themselves, if that comes first.
+        # Reported by rank 0, or by the workers themselves if they detect it first.
         for rank in (2, 3):
             run.until(partial(run.reports, rf"{name_of(rank)} .*\b(excluded|cut off)\b"))
         samples = run.samples()
         run.until(lambda: run.samples() >= samples + EPOCH)
-        os.kill(run.process.pid, signal.SIGUSR1)  # mpirun hands it on
+        os.kill(run.process.pid, signal.SIGUSR1)  # forwarded by mpirun
         assert run.process.wait(60) == SUSPENDED, run.said()
         assert "Traceback" not in run.said()
         assert end_of(str(run.folder), 10)

@@ -1,4 +1,4 @@
-"""Messages that are damaged on their way: refused by their checksum, and nothing else happens."""
+"""Messages damaged in transit are refused by their checksum and have no other effect."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_algorithm_is_unaffected_by_damaged_messages(variant: str) -> None:
     assert Counter((refusal.rank, int(refusal.value)) for refusal in heard) == damaged
     optimum = Quadratic(60).optimum
     assert (outcome.model - optimum).norm() < 0.95 * (outcome.first - optimum).norm()
-    if variant in ("gosgd", "sgp", "osgp"):  # all weights together stay what they were
+    if variant in ("gosgd", "sgp", "osgp"):  # the sum of all weights is conserved
         weights = [sum(w.role.weight(b) for w in outcome.workers) for b in job.layout.buckets]
         assert weights == pytest.approx([1.0 if variant == "gosgd" else 4.0] * len(weights))
 
@@ -89,7 +89,7 @@ def test_damaged_message_corrupts_model_without_checksums() -> None:
     + [(name, "int8") for name in ("easgd", "aladdin")],
 )
 def test_server_refuses_non_finite_messages(algorithm: str, wire: str) -> None:
-    """A bug in an algorithm, say; EASGD's centre must not be drawn to zero either."""
+    """As after a bug in an algorithm; EASGD's centre must not be drawn to zero either."""
 
     def wrap(transport: Transport) -> Transport:
         if transport.rank != 2:
@@ -103,7 +103,7 @@ def test_server_refuses_non_finite_messages(algorithm: str, wire: str) -> None:
     def far(worker: int) -> Tensor:
         return Quadratic(60).optimum + 100
 
-    # All values are far from zero, the workers' and, when it has heard them, the servers'.
+    # All values are far from zero: the workers' and, after their first messages, the servers'.
     job = Job(algorithm, numel=60, bucket=60, samples=160, wrap=wrap, start=far, noise=0.0)
     job.settings = {"wire": wire}
     outcome = run(job)
@@ -190,7 +190,7 @@ def test_sealed_transport_passes_conformance_checks(name: str, seed: int) -> Non
 
 
 def test_new_meta_buffer_is_not_void(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Timed computing sends buffers as they are, whatever was in their memory before."""
+    """Timed computing sends buffers with the previous contents of their memory."""
 
     def dirty(numel: int, **how: Any) -> Tensor:
         buffer = torch.zeros(numel, dtype=how["dtype"])

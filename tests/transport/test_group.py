@@ -1,4 +1,4 @@
-"""Groups of ranks: messages of their own, and an end to every wait when a rank is lost."""
+"""Groups of ranks have separate messages, and every wait ends when a rank is lost."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_group_is_revoked_when_required_rank_fails() -> None:
         if group.rank == NEEDED:
             group.sleep(10.0)
             return None
-        other = 1 + group.rank % (SIZE - 1)  # lives, and never sends
+        other = 1 + group.rank % (SIZE - 1)  # runs, but never sends
         request = group.irecv(torch.empty(1), other, TAG)
         with pytest.raises(RankLostError) as caught:
             group.wait(request)
@@ -84,7 +84,7 @@ def test_group_ignores_messages_of_previous_group() -> None:
         if merged.rank == 1:
             for tag in (TAG, TAG + 1):
                 merged.isend(torch.ones(1), 2, tag)
-            merged.isend(torch.ones(1 << 20), 2, TAG)  # stays on its way
+            merged.isend(torch.ones(1 << 20), 2, TAG)  # stays in transit
         merged.leave()
         group = group_of(transport, 2)
         if group.rank == 1:

@@ -1,4 +1,4 @@
-"""A wrapper behaves as the transport that it wraps, but for what its class changes."""
+"""A wrapper behaves as its transport, except for the methods that its class overrides."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROTOCOLS = (PointToPoint, Collectives, Clock, FailureDetector)
 ENGINES = (MpiTransport, VirtualTransport)
 PRIMITIVES = sorted(Transport.__abstractmethods__)
 DERIVED = {"wait", "wait_set"}
-"""Methods built on primitives, which a wrapper may change, as a group does with tags."""
+"""Methods built on primitives that a wrapper may change, as a group does with tags."""
 
 
 def public(kind: type) -> set[str]:
@@ -60,7 +60,7 @@ def parameters(method: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
 
 
 class Recorder:
-    """Records the calls of an engine's methods, and answers each with an object of its own."""
+    """Records the calls of an engine's methods, and returns a distinct object from each."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[object, ...], dict[str, object]]] = []
@@ -107,7 +107,7 @@ def test_wrapped_transport_has_the_attributes_of_the_bare_one(name: str) -> None
     assert getattr(TransportWrapper(inner), name) is inner.answers[name]  # type: ignore[arg-type]
 
 
-def test_subclass_changes_one_method_and_what_is_built_on_it() -> None:
+def test_wrapper_subclass_changes_one_method_and_its_dependents() -> None:
     class Counting(TransportWrapper):
         waits = 0
 
@@ -126,7 +126,7 @@ def test_subclass_changes_one_method_and_what_is_built_on_it() -> None:
     assert requests.wait() == 7 and wrapped.waits == 3
 
 
-def test_wrapper_gives_access_to_what_only_the_engine_has() -> None:
+def test_wrapper_exposes_engine_specific_attributes() -> None:
     def main(transport: VirtualTransport) -> Any:
         wrapped = TransportWrapper(transport)
         return wrapped.carried(), wrapped.simulation is transport

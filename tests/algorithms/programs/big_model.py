@@ -1,4 +1,4 @@
-"""A model of three dense layers, of which the middle one is by far the largest."""
+"""A model of three dense layers, the second of which is by far the largest."""
 
 from __future__ import annotations
 

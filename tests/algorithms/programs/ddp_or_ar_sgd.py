@@ -1,7 +1,7 @@
-"""Train the example's GPT with AdamW by torch's DistributedDataParallel or by ar-sgd.
+"""Train the example's GPT with AdamW, using torch's DistributedDataParallel or ar-sgd.
 
-Arguments: ``ddp`` or ``ours``, the example's file, a path that the ranks share, and the file for
-the loss and the model.
+Arguments: ``ddp`` or ``ours``, the example's file, a path that the ranks share, and the output file
+for the loss and the model.
 """
 
 from __future__ import annotations

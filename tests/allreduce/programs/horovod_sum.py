@@ -1,4 +1,4 @@
-"""Sum a vector over two ranks with Horovod, next to mpi4py."""
+"""Sum a vector over two ranks with Horovod in the same process as mpi4py."""
 
 from __future__ import annotations
 

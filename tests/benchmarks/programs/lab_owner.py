@@ -1,6 +1,6 @@
 """Run the program of the argument on four ranks of a lab, as a benchmark does; print its name.
 
-Handlers are set because a test run in the background of a shell hands on an ignored SIGINT, and one
+Handlers are set because a test run in a background shell job passes on an ignored SIGINT, and one
 under nohup an ignored SIGHUP.
 """
 

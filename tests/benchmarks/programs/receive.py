@@ -1,4 +1,4 @@
-"""Receive bytes from several senders at once, and print the first moment and the last.
+"""Receive bytes from several senders at once, and print the times of the first and last byte.
 
 Arguments: the bytes from each sender, and the number of senders.
 """

@@ -1,4 +1,4 @@
-"""Send bytes to several receivers at once, when each has asked for them.
+"""Send bytes to several receivers at once, after each has requested them.
 
 Arguments: the bytes for each receiver, and their addresses.
 """

@@ -1,4 +1,4 @@
-"""Ignore every signal that can be ignored, print ``late`` once all ranks have started, and wait."""
+"""Ignore all signals that can be ignored, print ``late`` once all ranks have started, and wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Print host, ranks on the host, ``GREETING`` and ``OMP_NUM_THREADS`` of every rank as JSON."""
+"""Print host, local ranks, ``GREETING`` and ``OMP_NUM_THREADS`` of every rank as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model in memory format channels last, but on rank 0, and data for it."""
+"""A model in memory format channels last, except on rank 0, and data for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data of another shape and fewer classes on rank 2, for ``--dataset uneven_data:data``."""
+"""Data with a different shape and fewer classes on rank 2, for ``--dataset uneven_data:data``."""
 
 from __future__ import annotations
 

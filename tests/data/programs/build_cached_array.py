@@ -1,4 +1,4 @@
-"""Build a cached array at the same time as another process, and leave a file if it was built here.
+"""Build a cached array concurrently with another process, and write a file if it was built here.
 
 Arguments: a folder shared by both processes, and this process's name.
 """
@@ -19,7 +19,7 @@ folder, name = Path(sys.argv[1]), sys.argv[2]
 def build() -> np.ndarray:
     while len(list(folder.glob("ready-*"))) < 2:
         time.sleep(0.05)
-    time.sleep(0.3)  # the other process waits for the lock by now
+    time.sleep(0.3)  # by now, the other process waits for the lock
     (folder / f"built-{name}").touch()
     return np.arange(5, dtype=np.uint8)
 

@@ -1,4 +1,4 @@
-"""Train with one loader process per rank and print how the processes were started.
+"""Train with one loader process per rank and print the start method of the processes.
 
 Arguments: the run's folder, the start method, and ``function`` or ``lambda``, the kind of collate
 function.
@@ -20,7 +20,7 @@ from aladdin_mpi import DataParallel
 
 
 class Samples(Dataset[Any]):
-    """Samples that hold the class of the process that loads them."""
+    """Samples that contain the class of the process that loads them."""
 
     def __len__(self) -> int:
         return 64

@@ -1,4 +1,4 @@
-"""Train a float64 model by an all-reduce and by a server, and save its weights."""
+"""Train a float64 model with an all-reduce and with a server, and save its weights."""
 
 from __future__ import annotations
 

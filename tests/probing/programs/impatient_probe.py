@@ -1,4 +1,4 @@
-"""Run ``aladdin_mpi.probe`` with a short patience for other ranks."""
+"""Run ``aladdin_mpi.probe`` with a short timeout for other ranks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Make imports of the modules in ``BLOCKED_MODULES`` fail, and that of torch before MPI.
+"""Make imports of the modules in ``BLOCKED_MODULES`` fail, and imports of torch before MPI.
 
-Python imports this file at its start when its folder is on ``PYTHONPATH``.
+Python imports this file at startup if its folder is on ``PYTHONPATH``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ sys.modules.update(dict.fromkeys(os.environ["BLOCKED_MODULES"].split()))  # type
 
 
 class ImportOrder:
-    """A finder that allows torch only after MPI."""
+    """An import finder that allows torch only after MPI."""
 
     def find_spec(self, name: str, *rest: object) -> None:
         if name == "torch._C" and "mpi4py.MPI" not in sys.modules:  # it is really loaded

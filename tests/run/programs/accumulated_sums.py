@@ -1,6 +1,6 @@
 """Train with a gradient of 1 for every sample, accumulated over parts of a batch.
 
-The argument: the number of samples after which a worker stops the run; 0: none does.
+Argument: the number of samples after which a worker stops the run; 0 to never stop.
 """
 
 from __future__ import annotations

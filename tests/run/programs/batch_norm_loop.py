@@ -1,7 +1,7 @@
 """Train a network with batch norm, and print its accuracy on every rank and from the file.
 
-The arguments: the algorithm; ``evaluated`` or ``unevaluated``; ``whole`` or ``layers``, the module
-that the loop calls.
+Arguments: the algorithm; ``evaluated`` or ``unevaluated``; ``whole`` or ``layers``, the module that
+the loop calls.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bind this process to one core, and check that a thread started before is bound too."""
+"""Bind this process to one core, and check that a previously started thread is bound too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from aladdin_mpi.run.placement import bind
 
 cores: list[set[int]] = []
-"""Those of the thread, after this process was bound."""
+"""The thread's cores, after this process was bound."""
 event = threading.Event()
 
 

@@ -1,4 +1,4 @@
-"""Close runs in the middle of their loops, and compare the model with plain PyTorch's."""
+"""Close runs within their loops, and compare the model with plain PyTorch's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Train the cases of ``optimizer_cases.py`` that the arguments name, and save what they used."""
+"""Train the cases of ``optimizer_cases.py`` named by the arguments, and save their inputs."""
 
 from __future__ import annotations
 

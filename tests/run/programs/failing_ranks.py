@@ -1,7 +1,7 @@
 """Raise an error on some ranks, close the run there, and train again in the same process.
 
-The arguments: the algorithm; the rank that fails, ``all``, or ``fresh``, where none does; how the
-run is closed: ``with``, ``close`` or ``uncaught``.
+Arguments: the algorithm; the rank that fails, ``all``, or ``fresh`` for none; the way to close the
+run: ``with``, ``close`` or ``uncaught``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Fail a run in every way, close it, and check that the next run is like a fresh one.
+"""Fail a run in every way, close it, and check that the next run equals a fresh one.
 
-The argument: the algorithm.
+Argument: the algorithm.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Append to the file ``found`` how many columns the terminal of rank 0 has."""
+"""Append the width of rank 0's terminal to the file ``found``."""
 
 from __future__ import annotations
 

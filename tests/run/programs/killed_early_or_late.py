@@ -1,6 +1,6 @@
-"""Train on ranks of which some are killed before the first step, or after the last.
+"""Train on ranks of which some are killed before the first step or after the last.
 
-The arguments: the algorithm; the ranks that are killed, with commas; ``before`` or ``after``.
+Arguments: the algorithm; the ranks to kill, separated by commas; ``before`` or ``after``.
 """
 
 from __future__ import annotations

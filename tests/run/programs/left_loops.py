@@ -1,4 +1,4 @@
-"""Leave two loops at rank 0 after their last step; the argument: ``break`` or ``error``."""
+"""Exit two loops on rank 0 after their last step; argument: ``break`` or ``error``."""
 
 from __future__ import annotations
 

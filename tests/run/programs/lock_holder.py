@@ -1,6 +1,6 @@
-"""Lock a folder as a run does, and start what a data loader is: a fork that outlives it.
+"""Lock a folder as a run does, and fork a process that outlives this one, as a data loader does.
 
-The argument: the folder.
+Argument: the folder.
 """
 
 from __future__ import annotations

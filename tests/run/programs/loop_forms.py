@@ -1,6 +1,6 @@
 """Custom training loops of several forms.
 
-The arguments: the form, one of the functions here; the algorithm; the settings, as JSON.
+Arguments: the form, one of the functions below; the algorithm; the settings, as JSON.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Train with a custom loop that makes a mistake in its body, which is named by the argument."""
+"""Train with a custom loop whose body contains the mistake named by the argument."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copy a model in every way while it trains and after; the arguments: algorithm, kind of model."""
+"""Copy a model in every way during and after training; arguments: algorithm, kind of model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def own_hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> N
 
 
 if kind == "fx":
-    model = fx.symbolic_trace(sequence)  # which copies its hooks itself
+    model = fx.symbolic_trace(sequence)  # which itself copies its hooks
 else:
     sequence[2].register_forward_hook(own_hook)
 OWN = int(kind == "module")
@@ -102,7 +102,7 @@ for case, (checks, leaves) in enumerate(cases):
     )
     train(checks, leaves)
     if leaves and checks and kind == "module":
-        twin = copy.deepcopy(model)  # as any use of the model, it ends the run first
+        twin = copy.deepcopy(model)  # like any use of the model, it ends the run first
         assert run.is_over
         assert all(map(torch.equal, twin.state_dict().values(), model.state_dict().values()))
         assert run.summary["samples"] < 2 * 64
@@ -110,7 +110,7 @@ for case, (checks, leaves) in enumerate(cases):
     check()
     assert hooks(model) == OWN
     weights.append([value.clone() for value in model.state_dict().values()])
-# The copies have changed nothing.
+# The copies have not affected the model.
 assert all(map(torch.equal, weights[0], weights[1]))
 assert all(map(torch.equal, weights[2], weights[3]))
 print("all equal")

@@ -14,7 +14,7 @@ LAST = int(os.environ.get("KILLED_AT_STEP", "0"))
 
 
 class Net(nn.Module):
-    """Draws random numbers, keeps statistics, and is killed on demand."""
+    """A network that draws random numbers, keeps statistics, and is killed on demand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Net(nn.Module):
         self.steps = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        # Statistics for evaluations are taken without gradients.
+        # Statistics for evaluations are computed without gradients.
         if self.training and torch.is_grad_enabled():
             time.sleep(0.005 if RANK else 0)
             self.steps += 1

@@ -1,6 +1,6 @@
 """Train with gradients that overflow in two steps of rank 0, and print the scale of each step.
 
-The argument: the folder of the run.
+Argument: the folder of the run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Print the page faults of large allocations before and after a run in this process."""
+"""Print the page faults caused by large allocations before and after a run in this process."""
 
 from __future__ import annotations
 

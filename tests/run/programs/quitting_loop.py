@@ -1,6 +1,6 @@
 """Train with a custom loop that calls ``sys.exit()``.
 
-The arguments: the folder of the run; the last sample that can be read; ``loop`` for an exit in the
+Arguments: the folder of the run; the last sample that can be read; ``loop`` for an exit in the
 loop.
 """
 

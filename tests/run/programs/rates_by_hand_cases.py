@@ -1,6 +1,6 @@
-"""Train with learning rates set by the loop, and save the rates that were used, for each case.
+"""Train with learning rates set by the loop, and save the rates used in each case.
 
-The argument: the cases, as JSON: pairs of an algorithm and whether gradients are sent early.
+Argument: the cases, as JSON: pairs of an algorithm and whether gradients are sent early.
 """
 
 from __future__ import annotations

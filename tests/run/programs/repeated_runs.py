@@ -1,4 +1,4 @@
-"""Run every algorithm twice, and print how many replicas each run has left in memory."""
+"""Run every algorithm twice, and print the number of replicas that each run leaves in memory."""
 
 from __future__ import annotations
 

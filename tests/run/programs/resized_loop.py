@@ -1,4 +1,4 @@
-"""A custom loop that may be resumed with other numbers of ranks; the arguments: servers, steps."""
+"""A custom loop that can be resumed with other numbers of ranks; arguments: servers, steps."""
 
 from __future__ import annotations
 

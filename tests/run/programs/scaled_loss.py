@@ -1,6 +1,6 @@
 """Train with and without a loss scale, and check that both models are the same.
 
-The arguments: the algorithm; the settings, as JSON; the folder for the runs.
+Arguments: the algorithm; the settings, as JSON; the folder for the runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Make a mistake before the first step of a custom loop, which is named by the argument."""
+"""Make the mistake named by the argument before the first step of a custom loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A custom training loop of slow steps that prints and logs at the end of each epoch."""
+"""A custom training loop with slow steps that prints and logs at the end of each epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data whose test samples take long, and models for it: for ``--dataset slow_test_set:data``."""
+"""Data with slow test samples, and models for it, for ``--dataset slow_test_set:data``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ITEM = 0.02
 ITEMS = 100
 """Test samples of ``data``: 2 s for one evaluation."""
 MANY_ITEMS = 300
-"""Test samples of ``more_data``: an evaluation takes three workers two seconds, and rank 0 six."""
+"""Test samples of ``more_data``: an evaluation takes 2 s on three workers, 6 s on rank 0."""
 
 
 class SlowSet(torch.utils.data.Dataset[tuple[Tensor, int]]):

@@ -1,6 +1,6 @@
-"""A custom loop that may stop itself by SIGUSR1.
+"""A custom loop that can stop itself by SIGUSR1.
 
-The arguments: the folder of the run; the step at which each worker sends the signal, 0: none.
+Arguments: the folder of the run; the step at which each worker sends the signal, 0 for none.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ STOP_RANK, STOP_WHEN, STOP_SIGNAL = os.environ.get("STOP", "::").split(":")
 
 def reached(moment: object) -> None:
     if RANK == STOP_RANK and str(moment) == STOP_WHEN:
-        for _ in range(2):  # the second is not to change anything
+        for _ in range(2):  # the second signal must have no effect
             os.kill(os.getpid(), getattr(signal, STOP_SIGNAL))
 
 

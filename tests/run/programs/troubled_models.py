@@ -1,6 +1,6 @@
-"""Models that raise an exception in the middle of a run, for ``--model troubled_models:...``.
+"""Models that raise an exception during a run, for ``--model troubled_models:...``.
 
-The moment of the exception is written to the file that ``TROUBLE_FILE`` names.
+The time of the exception is written to the file named by ``TROUBLE_FILE``.
 """
 
 from __future__ import annotations

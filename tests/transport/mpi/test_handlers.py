@@ -1,4 +1,4 @@
-"""Handlers of messages, and what is dropped while one of them runs."""
+"""Message handlers, and receives that are dropped while a handler runs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from aladdin_mpi.transport.mpi.progress import Handlers
 from aladdin_mpi.transport.mpi.requests import MpiRequest
 
 
-def test_an_abandoned_receive_is_no_message() -> None:
-    """It ends without one, maybe while another thread goes through the handlers."""
+def test_handlers_ignore_abandoned_receive() -> None:
+    """It completes without a message, possibly while another thread iterates over the handlers."""
     posted: list[MpiRequest] = []
 
     def receive(buffer: Tensor, source: int, tag: int) -> MpiRequest:

@@ -1,4 +1,4 @@
-"""What Open MPI is told before it starts."""
+"""Settings of Open MPI before it starts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if transport.rank == 0:
     print(json.dumps(seconds))
 transport.close()
 """
-"""Seconds for a long message, and for it and another one the other way, 0.1 s later."""
+"""Seconds for a long message, and for it and another in the opposite direction, 0.1 s later."""
 
 
 def flags(output: str) -> list[str]:
@@ -52,14 +52,14 @@ def flags(output: str) -> list[str]:
 
 
 @needs("openmpi")
-def test_long_messages_go_in_pieces_over_tcp() -> None:
+def test_openmpi_sends_long_tcp_messages_in_pieces() -> None:
     done = run_ranks(1, START, env=SHOW)
     assert "send" in flags(done.stdout + done.stderr)
     assert "put" not in flags(done.stdout + done.stderr)
 
 
 @needs("openmpi")
-def test_user_setting_is_kept() -> None:
+def test_openmpi_keeps_user_setting_of_environment() -> None:
     done = run_ranks(1, START, env={**SHOW, TCP_FLAGS: "send,put"})
     assert flags(done.stdout + done.stderr) == ["send", "put"]
 
@@ -67,7 +67,7 @@ def test_user_setting_is_kept() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(REASON is not None, reason=REASON or "")
-def test_two_ranks_use_a_link_in_both_directions_at_once() -> None:
+def test_openmpi_uses_link_in_both_directions_concurrently() -> None:
     found = []
     with Lab(hosts=2, rate_gbit=0.1) as lab:
         for _ in range(3):
@@ -75,7 +75,7 @@ def test_two_ranks_use_a_link_in_both_directions_at_once() -> None:
             assert done.returncode == 0, done.stderr
             one, both = json.loads(done.stdout)
             found.append((one, both))
-            if both < 1.6 * one:  # after each other they take twice as long
+            if both < 1.6 * one:  # in sequence, they take twice as long
                 return
     pytest.fail(f"seconds of one message, and of one in each direction: {found}")
 
@@ -103,7 +103,7 @@ transport.close()
         pytest.param(["--with-ft", "ulfm"], id="ulfm"),
     ],
 )
-def test_ranks_of_one_host_listen_nowhere(
+def test_openmpi_ranks_on_one_host_open_no_listening_socket(
     mpirun: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     env = launch.environment("openmpi", {})
@@ -114,7 +114,7 @@ def test_ranks_of_one_host_listen_nowhere(
 
 
 @needs("openmpi")
-def test_transports_that_the_user_has_chosen_stay() -> None:
+def test_openmpi_keeps_transports_chosen_by_user() -> None:
     done = run_ranks(2, ["-c", LISTENING], env={library.TRANSPORTS: "^ofi"})
     assert done.stdout.count("listening: ['00000000:") == 2, done
 
@@ -134,13 +134,13 @@ print("continued", flush=True)
 
 
 @needs("openmpi")
-def test_ranks_that_survive_failures_continue_together_after_a_run() -> None:
-    """Rank 0 waits for the others' end when its own process ends, not when a run does."""
+def test_ranks_under_ulfm_continue_together_after_a_run() -> None:
+    """Rank 0 waits for the other ranks at its process's exit, not at the end of a run."""
     done = run_ranks(2, ["-c", SEVERAL], mpirun=["--with-ft", "ulfm"])
     assert done.stdout.count("continued") == 2, done
 
 
-def test_setting_in_user_file_is_kept(tmp_path: Path) -> None:
+def test_openmpi_keeps_setting_of_user_file(tmp_path: Path) -> None:
     folder = tmp_path / ".openmpi"
     folder.mkdir()
     code = f"import os, aladdin_mpi.transport.mpi.library; print(os.environ.get('{TRANSPORTS}'))"

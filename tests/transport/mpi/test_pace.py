@@ -1,4 +1,4 @@
-"""How often a rank looks into MPI."""
+"""Polling frequency of a rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from aladdin_mpi.transport.mpi.progress import (
 from tests.launch import run_ranks
 
 
-def test_with_a_core_for_every_rank_a_wait_spins_first() -> None:
+def test_wait_spins_first_with_a_core_per_rank() -> None:
     pace = PollBackoff(ranks=4, cores=4)
     assert not pace.shares
     assert [pace.nap(turn, 0.0) for turn in range(SPINS + 1)] == [0.0] * (SPINS + 1)
@@ -28,7 +28,7 @@ def test_with_a_core_for_every_rank_a_wait_spins_first() -> None:
     assert pace.nap(10_000, 1.0) == LONG_NAP
 
 
-def test_where_cores_are_shared_a_wait_never_spins_and_gets_an_eighth_longer() -> None:
+def test_wait_on_shared_cores_never_spins_and_backs_off_by_an_eighth() -> None:
     pace = PollBackoff(ranks=5, cores=4)
     assert pace.shares
     assert pace.nap(0, 0.0) > 0
@@ -38,12 +38,12 @@ def test_where_cores_are_shared_a_wait_never_spins_and_gets_an_eighth_longer() -
 
 
 @pytest.mark.parametrize("ranks", [1, 100])
-def test_the_background_looks_less_often_when_nothing_moves(ranks: int) -> None:
+def test_background_polling_slows_down_without_progress(ranks: int) -> None:
     pace = PollBackoff(ranks, cores=2)
     assert pace.background(0.0) < pace.background(1.0) < 0.005
 
 
-def test_while_no_data_are_under_way_a_message_is_late_by_an_eighth_of_the_quiet_time() -> None:
+def test_idle_polling_interval_is_an_eighth_of_quiet_time() -> None:
     pace = PollBackoff(ranks=2, cores=2)
     assert pace.background(0.0, is_idle=True) == pace.background(0.0)
     for quiet in (0.008, 0.016):
@@ -54,7 +54,7 @@ def test_while_no_data_are_under_way_a_message_is_late_by_an_eighth_of_the_quiet
     assert shared.background(60.0, is_idle=True) == 0.008
 
 
-def test_a_host_may_have_fewer_cores_than_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_variable_overrides_core_count_of_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(CORES, raising=False)
     assert cores_of_host() == os.cpu_count()
     monkeypatch.setenv(CORES, "3")
@@ -62,14 +62,16 @@ def test_a_host_may_have_fewer_cores_than_it_shows(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", ""])
-def test_a_wrong_number_of_cores_is_named(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_core_count_error_names_variable(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(CORES, text)
     with pytest.raises(UserError, match=f"{CORES}: expected the number of cores .*{text!r}"):
         cores_of_host()
 
 
 @pytest.mark.parametrize("mpirun", [[], ["--with-ft", "ulfm"]])
-def test_one_rank_says_so(mpirun: list[str]) -> None:
+def test_invalid_core_count_is_reported_once_over_mpi(mpirun: list[str]) -> None:
     train = ["-m", "aladdin_mpi.train", "--epochs", "0.1"]
     done = run_ranks(3, train, env={CORES: "two"}, mpirun=mpirun, check=False)
     assert done.returncode == 2

@@ -1,4 +1,4 @@
-"""The virtual engine: its clock, its order of events, and sizes without data."""
+"""The virtual engine: clock, order of events, and timed transfers without data."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from tests.virtual_lab import LATENCY, OVERHEAD, PIECE, Main, lab, meta, run
 # -- conformance ------------------------------------------------------------------
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("name", CHECKS)
-def test_conformance(name: str, size: int) -> None:
+def test_virtual_transport_conforms(name: str, size: int) -> None:
     for seed in range(3):
         run(size, CHECKS[name], seed=seed)
 
 
-def test_conformance_under_delays_and_pauses() -> None:
+def test_virtual_transport_conforms_with_delays_and_pauses() -> None:
     cluster = lab(2, delay_us=300, pauses=[(0, 0.01, 0.05), (2, 0.1, 1.0)])
     run(3, run_all, cluster, seed=7)
 
 
-def test_conformance_without_latency() -> None:
-    """Everything at one time: only the rules of order hold things together."""
+def test_virtual_transport_conforms_without_latency() -> None:
+    """Everything happens at the same time: only the ordering rules determine the result."""
     cluster = lab(2, latency_us=0, local_latency_us=0, message_overhead_us=0)
     for seed in range(3):
         run(4, run_all, cluster, seed)
 
 
 # -- in one process ------------------------------------------------------------------
-def test_ranks_meet_without_messages() -> None:
+def test_virtual_ranks_synchronise_without_messages() -> None:
     def main(t: VirtualTransport) -> tuple[list[int], float, int]:
         t.sleep(0.1 * t.rank)
         first = t.meet(t.rank)
@@ -43,13 +43,13 @@ def test_ranks_meet_without_messages() -> None:
     assert run(3, main, lab(2)) == [([0, 1, 2, 0, 10, 20], 0.2, 0)] * 3
 
 
-def test_ranks_do_not_meet_at_failures_or_pauses() -> None:
+def test_failures_or_pauses_disable_message_free_synchronisation() -> None:
     assert all(run(2, lambda t: t.meets, lab(2)))
     for cluster in (lab(2, pauses=[(0, 0.01, 0.05)]), lab(2, failures={1: 100.0})):
         assert not any(run(2, lambda t: t.meets, cluster))
 
 
-def test_result_common_to_all_ranks_is_computed_once() -> None:
+def test_shared_result_is_computed_once() -> None:
     made = []
 
     def main(t: VirtualTransport) -> object:
@@ -58,11 +58,11 @@ def test_result_common_to_all_ranks_is_computed_once() -> None:
     assert len(set(map(id, run(3, main, lab(2))))) == 1 and len(made) == 1
 
 
-def test_numbers_come_as_they_are_and_take_their_time() -> None:
+def test_numbers_arrive_unchanged_and_take_network_time() -> None:
     def main(t: VirtualTransport) -> tuple[tuple[float, ...] | None, int, float]:
         if t.rank == 0:
             sent = t.isend((1, 2.5, 3), 1, 7)
-            assert sent.done  # as any short message
+            assert sent.done  # like any short message
             return None, 0, 0.0
         request = t.irecv(torch.empty(5, dtype=torch.float64), 0, 7)
         t.wait(request)
@@ -73,7 +73,7 @@ def test_numbers_come_as_they_are_and_take_their_time() -> None:
     assert moment == pytest.approx(OVERHEAD + LATENCY + 24 / 1e9)
 
 
-def test_a_handler_gets_numbers_as_bytes() -> None:
+def test_message_handler_receives_numbers_as_bytes() -> None:
     found = []
 
     def main(t: VirtualTransport) -> None:
@@ -87,8 +87,8 @@ def test_a_handler_gets_numbers_as_bytes() -> None:
 
 # -- many ranks --------------------------------------------------------------------
 @pytest.mark.parametrize("size", [33, 48, 64])
-def test_a_long_sum_of_many_ranks_takes_few_messages(size: int) -> None:
-    """Beyond 32 ranks by halving and doubling: the right sum, the same bits, on every rank."""
+def test_long_all_reduce_of_many_ranks_takes_few_messages(size: int) -> None:
+    """More than 32 ranks use halving and doubling: sums are correct and bit-identical."""
     length = 20_001
 
     def main(t: VirtualTransport) -> tuple[torch.Tensor, int, int]:
@@ -105,14 +105,14 @@ def test_a_long_sum_of_many_ranks_takes_few_messages(size: int) -> None:
         assert torch.equal(total, found[0][0])
         torch.testing.assert_close(total.double(), expected, rtol=0, atol=1e-4)
         if rank + core < size:
-            continue  # which also take part for another rank
+            continue  # which also take part on behalf of another rank
         assert messages == (1 if rank >= core else 2 * (core.bit_length() - 1))
         if rank < core:
             assert nbytes == pytest.approx(2 * (core - 1) / core * 4 * length, abs=100)
 
 
-def test_halving_keeps_most_bytes_inside_the_hosts() -> None:
-    """Of neighbours on one host: as many bytes leave it as with a ring."""
+def test_recursive_halving_keeps_most_bytes_within_hosts() -> None:
+    """For neighbours on one host: as many bytes leave the host as with a ring."""
 
     def main(t: VirtualTransport) -> dict[str, list[int]]:
         t.wait(t.iallreduce(meta(8_000_000).view(torch.float32)))
@@ -127,7 +127,7 @@ def test_halving_keeps_most_bytes_inside_the_hosts() -> None:
 
 
 # -- the clock --------------------------------------------------------------------
-def test_time_of_a_message_and_of_a_wait() -> None:
+def test_message_and_wait_times_match_hand_computation() -> None:
     def main(t: VirtualTransport) -> tuple[float, float]:
         if t.rank == 0:
             t.sleep(0.5)
@@ -144,7 +144,7 @@ def test_time_of_a_message_and_of_a_wait() -> None:
     assert waiting1 == pytest.approx(0.5 + duration)
 
 
-def test_send_is_done_at_once_when_small_and_on_receipt_when_large() -> None:
+def test_small_send_completes_at_once_and_large_send_on_receipt() -> None:
     def main(t: VirtualTransport) -> float:
         if t.rank == 0:
             small, large = torch.ones(16_384), torch.ones(16_385)
@@ -189,7 +189,7 @@ def test_ring_allreduce_takes_the_time_of_the_ring() -> None:
     assert run(size, main, lab(4)) == pytest.approx([2 * (size - 1) * step] * size)
 
 
-def test_collective_moves_on_while_its_rank_computes() -> None:
+def test_collective_progresses_while_rank_computes() -> None:
     def main(t: VirtualTransport) -> float:
         request = t.iallreduce(torch.ones(1_000_000))
         t.sleep(1.0)
@@ -199,7 +199,7 @@ def test_collective_moves_on_while_its_rank_computes() -> None:
     assert run(4, main) == [0.0] * 4
 
 
-def test_timeout_is_virtual_time() -> None:
+def test_timeout_is_measured_in_simulated_time() -> None:
     def main(t: VirtualTransport) -> float:
         assert t.wait_any([t.irecv(torch.empty(1), 0, 0)], timeout=2.5) == -1
         return t.now()
@@ -207,7 +207,7 @@ def test_timeout_is_virtual_time() -> None:
     assert run(1, main) == [2.5]
 
 
-def test_timeout_of_an_earlier_wait_does_not_end_a_later_one() -> None:
+def test_timeout_of_finished_wait_does_not_end_later_wait() -> None:
     def main(t: VirtualTransport) -> float:
         if t.rank == 0:
             assert t.wait_any([t.irecv(torch.empty(1), 1, 0)], timeout=2.0) == 0
@@ -222,7 +222,7 @@ def test_timeout_of_an_earlier_wait_does_not_end_a_later_one() -> None:
 
 
 def test_start_time_and_reseed_continue_a_run() -> None:
-    """Rank 0 tells the others to go on; a run started at that point is the same from there."""
+    """Rank 0 lets the others continue; a run started at that time is identical from there."""
     cluster = lab(2, delay_us=200)
 
     def rest(t: VirtualTransport) -> list[tuple[int, float]]:
@@ -258,7 +258,7 @@ def test_start_time_and_reseed_continue_a_run() -> None:
 
 # -- order and determinism --------------------------------------------------------
 def chatter(t: VirtualTransport) -> list[tuple[int, float]]:
-    """Everyone sends to everyone at the same times; return what came when."""
+    """Send from every rank to every rank at the same times; return the arrivals in order."""
     log: list[tuple[int, float]] = []
     t.on_message(1, 8, lambda source, _: log.append((source, t.now())))
     for _ in range(5):
@@ -269,13 +269,13 @@ def chatter(t: VirtualTransport) -> list[tuple[int, float]]:
     return log
 
 
-def test_one_seed_is_one_interleaving() -> None:
+def test_seed_determines_interleaving_of_ranks() -> None:
     assert run(6, chatter, seed=5) == run(6, chatter, seed=5)
     runs = [run(6, chatter, seed=seed) for seed in range(5)]
     assert all(runs[0] != other for other in runs[1:])
 
 
-def test_floating_point_sum_in_order_of_arrival_depends_on_the_seed_alone() -> None:
+def test_sum_in_arrival_order_depends_only_on_seed() -> None:
     def main(t: VirtualTransport) -> bytes:
         total, buffer = torch.zeros(1000), torch.randn(1000, generator=generator(t.rank))
         if t.rank:
@@ -295,7 +295,7 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def test_handler_runs_before_any_rank_continues_at_that_time() -> None:
+def test_message_handler_runs_before_ranks_resume_at_same_time() -> None:
     def main(t: VirtualTransport) -> list[str]:
         log: list[str] = []
         t.on_message(1, 8, lambda source, _: log.append(f"from {source} at {t.now()}"))
@@ -312,8 +312,8 @@ def test_handler_runs_before_any_rank_continues_at_that_time() -> None:
         assert run(2, main, half_a_second, seed)[0] == ["from 1 at 1.0", "woke at 1.0"]
 
 
-def test_flood_of_one_worker_does_not_starve_another() -> None:
-    """Rank 1 keeps a hundred large messages in flight; rank 3, beside it, gets its share."""
+def test_flooding_worker_does_not_starve_another() -> None:
+    """Rank 1 keeps a hundred large messages in flight; rank 3 on the same host gets its share."""
 
     def main(t: VirtualTransport) -> float:
         buffer = meta(QUANTUM)
@@ -358,7 +358,7 @@ def test_rank_is_resumed_in_the_greenlet_in_which_it_blocked() -> None:
         assert log == pytest.approx([step, 2 * step + 1, 3 * step + 2])
 
 
-def test_gradient_mode_belongs_to_the_rank() -> None:
+def test_grad_mode_is_separate_for_each_rank() -> None:
     def main(t: VirtualTransport) -> list[bool]:
         modes = []
         for _ in range(3):
@@ -388,9 +388,9 @@ def test_parameters_can_be_sent_and_received() -> None:
     assert run(2, main) == [6.0, 6.0]
 
 
-# -- sizes without data -----------------------------------------------------------
+# -- timed transfers without data ---------------------------------------------------
 @pytest.mark.parametrize("nbytes", [0, 1000, 1_000_000])
-def test_meta_tensors_take_the_time_of_real_ones(nbytes: int) -> None:
+def test_meta_tensor_transfers_take_time_of_real_ones(nbytes: int) -> None:
     def main(device: str) -> Main:
         def inner(t: VirtualTransport) -> tuple[float, int, int]:
             send, receive = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in "ab")
@@ -409,7 +409,7 @@ def test_meta_tensors_take_the_time_of_real_ones(nbytes: int) -> None:
     assert real[0][1] == nbytes
 
 
-def test_meta_and_real_ends_mix() -> None:
+def test_meta_and_real_tensors_can_be_exchanged() -> None:
     def main(t: VirtualTransport) -> list[float]:
         seen: list[str] = []
         t.on_message(9, 100, lambda source, message: seen.append(str(message.device)))

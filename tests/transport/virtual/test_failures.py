@@ -1,4 +1,4 @@
-"""The virtual engine when ranks err, die or pause."""
+"""The virtual engine when ranks raise errors, fail or pause."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aladdin_mpi.transport.virtual.messages import QUANTUM
 from tests.virtual_lab import LATENCY, OVERHEAD, PIECE, Main, lab, meta, run
 
 
-# -- what ranks are told ------------------------------------------------------------
+# -- errors reported to ranks --------------------------------------------------------
 def test_deadlock_names_every_rank_and_what_it_waits_for() -> None:
     def main(t: VirtualTransport) -> None:
         if t.rank == 0:
@@ -79,7 +79,7 @@ def test_unmatched_large_send_is_a_deadlock() -> None:
         run(2, main)
 
 
-def test_exception_of_one_rank_ends_the_run_and_unwinds_the_others() -> None:
+def test_exception_on_one_rank_ends_run_and_unwinds_other_ranks() -> None:
     unwound: list[int] = []
 
     def main(t: VirtualTransport) -> None:
@@ -97,7 +97,7 @@ def test_exception_of_one_rank_ends_the_run_and_unwinds_the_others() -> None:
     assert unwound == [0, 1, 3]
 
 
-def test_exception_of_a_handler_names_its_rank() -> None:
+def test_exception_in_handler_names_its_rank() -> None:
     def main(t: VirtualTransport) -> None:
         t.on_message(0, 8, lambda source, _: [][source])
         if t.rank == 0:
@@ -110,7 +110,7 @@ def test_exception_of_a_handler_names_its_rank() -> None:
 
 
 @pytest.mark.parametrize("handled", [False, True])
-def test_message_longer_than_its_receive(handled: bool) -> None:
+def test_message_longer_than_receive_buffer_is_an_error(handled: bool) -> None:
     def main(t: VirtualTransport) -> None:
         if t.rank == 0:
             t.isend(torch.zeros(5), 1, 4)
@@ -127,7 +127,7 @@ def test_message_longer_than_its_receive(handled: bool) -> None:
     )
 
 
-def test_handlers_must_not_wait() -> None:
+def test_wait_in_message_handler_is_an_error() -> None:
     def main(t: VirtualTransport) -> None:
         t.on_message(0, 8, lambda source, _: t.sleep(1.0))
         t.isend(torch.zeros(1), t.rank, 0)
@@ -160,7 +160,7 @@ def inside(context: Callable[[VirtualTransport], Any]) -> Main:
         (backward, "sleep inside a backward pass"),
     ],
 )
-def test_no_switch_inside_shared_computation(main: Main, text: str) -> None:
+def test_shared_computation_must_not_switch_ranks(main: Main, text: str) -> None:
     with pytest.raises(TransportError, match=f"rank 0: {text}"):
         run(1, main)
 
@@ -179,12 +179,12 @@ def test_no_switch_inside_shared_computation(main: Main, text: str) -> None:
         (lambda t: t.ialltoall(torch.ones(2), torch.ones(4)), "got 8 and 16 bytes"),
     ],
 )
-def test_bad_arguments(call: Main, text: str) -> None:
+def test_virtual_transport_rejects_invalid_arguments(call: Main, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         run(2, call)
 
 
-def test_bad_clusters() -> None:
+def test_virtual_cluster_rejects_ranks_out_of_range() -> None:
     with pytest.raises(UserError, match="size: expected 1 rank or more, got 0"):
         VirtualCluster(0, Cluster())
     with pytest.raises(UserError, match="failures: expected ranks from 0 to 3, got 4"):
@@ -193,7 +193,7 @@ def test_bad_clusters() -> None:
         VirtualCluster(4, Cluster(pauses=((9, 1.0, 1.0),)))
 
 
-# -- death and pause ----------------------------------------------------------------
+# -- failures and pauses -------------------------------------------------------------
 def outcome(t: VirtualTransport, request: Request) -> str:
     try:
         t.wait(request)
@@ -229,7 +229,7 @@ def test_failure_ends_operations_with_failed_rank_only() -> None:
         assert t.failed == {1}
         small, large = torch.empty(4), torch.empty(50_000)
         future = [
-            t.irecv(small, 1, 0),  # has arrived in full before the death
+            t.irecv(small, 1, 0),  # has arrived in full before the failure
             t.irecv(large, 1, 1),
             t.irecv(torch.empty(1), 1, 5),
             t.isend(torch.ones(1), 1, 6),
@@ -257,8 +257,8 @@ def test_failure_during_collective_fails_it() -> None:
     assert results == [["failed at 0.001"] * 2, None]
 
 
-def test_message_cut_by_failure_vanishes_and_frees_link() -> None:
-    """Rank 1 dies in the middle of its message; rank 3, beside it, has the link to itself."""
+def test_message_interrupted_by_failure_is_dropped_and_frees_link() -> None:
+    """Rank 1 fails during its message; rank 3 on the same host has the link to itself."""
 
     def main(t: VirtualTransport) -> tuple[str, float]:
         if t.rank == 1:
@@ -272,7 +272,7 @@ def test_message_cut_by_failure_vanishes_and_frees_link() -> None:
         t.wait(whole)
         return text, t.now()
 
-    # Until the death at 3.5 pieces the two take turns, then there are eight or nine left.
+    # Until the failure at 3.5 pieces the two alternate, then eight or nine pieces remain.
     text, end = run(4, main, lab(2, failures={1: 3.5 * PIECE}))[0]
     assert text == f"failed at {3.5 * PIECE:g}"
     assert end == pytest.approx(LATENCY + 2 * OVERHEAD + 12 * PIECE)
@@ -312,7 +312,7 @@ def test_failure_of_finished_rank_changes_nothing() -> None:
 
 
 def test_failures_before_resume_point_are_ignored() -> None:
-    """All ranks take part again, as over MPI; a later death is still to come."""
+    """All ranks take part again, as over MPI; a later failure still happens."""
     cluster = lab(3, failures={1: 1.0, 2: 5.05})
 
     def main(t: VirtualTransport) -> frozenset[int]:
@@ -323,20 +323,18 @@ def test_failures_before_resume_point_are_ignored() -> None:
     assert found == [frozenset({2}), frozenset({2}), None]
 
 
-def test_failure_does_not_depend_on_cooperation() -> None:
-    """A rank that catches everything is dead all the same."""
-
+def test_failure_ends_rank_that_catches_all_exceptions() -> None:
     def main(t: VirtualTransport) -> str:
         if t.rank == 0:
             t.sleep(5.0)
-            return "alive"
+            return "survived"
         try:
             t.sleep(5.0)
         except BaseException:
             t.isend(torch.ones(1), 0, 0)
-        return "undead"
+        return "not ended"
 
-    assert run(2, main, lab(2, failures={1: 1.0})) == ["alive", None]
+    assert run(2, main, lab(2, failures={1: 1.0})) == ["survived", None]
 
 
 def test_pause_stops_computing_and_collectives() -> None:
@@ -351,7 +349,7 @@ def test_pause_stops_computing_and_collectives() -> None:
     assert all(2.5 < end < 2.501 for _, end in results)
 
 
-def test_send_whose_event_follows_failure_of_destination() -> None:
+def test_send_fails_if_its_event_follows_failure_of_destination() -> None:
     class Noon:
         def __init__(self, t: VirtualTransport) -> None:
             self.t = t
@@ -409,8 +407,8 @@ def test_close_cancels_posted_operations() -> None:
     assert run(2, main) == [True, True]
 
 
-def test_a_rank_that_pauses_for_too_long_is_excluded() -> None:
-    """Rank 2's pause is shorter than the silence that is allowed, rank 1's is not."""
+def test_rank_with_too_long_pause_is_excluded() -> None:
+    """Rank 2's pause is shorter than the allowed silence, rank 1's is longer."""
     met: list[tuple[int, float]] = []
 
     def main(t: VirtualTransport) -> str:
@@ -425,7 +423,7 @@ def test_a_rank_that_pauses_for_too_long_is_excluded() -> None:
     assert met == [(1, 5.0), (1, 5.0)]
 
 
-def test_no_rank_is_excluded_without_limit() -> None:
+def test_pausing_rank_is_not_excluded_without_limit() -> None:
     def main(t: VirtualTransport) -> tuple[bool, frozenset[int]]:
         t.sleep(20.0)
         return t.survives, t.excluded

@@ -1,4 +1,4 @@
-"""Messages that share links as over TCP: by hand what does not depend on chance, else by seeds."""
+"""Links shared as by TCP: hand computations for deterministic results, otherwise many seeds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.virtual_lab import LATENCY, OVERHEAD, lab
 SEEDS = range(40)
 LONG = 20 * QUANTUM
 SECONDS = LONG / 1e9
-"""That a link needs for it."""
+"""Time that a link needs for ``LONG`` bytes."""
 
 
 def ends(
@@ -34,7 +34,7 @@ def ends(
     seed: int = 0,
     network_class: type[Network] = TcpNetwork,
 ) -> list[float]:
-    """When each of the messages (time, source, dest, bytes) has come, in their order."""
+    """Return the arrival times of the messages (time, source, dest, bytes), in their order."""
     clock = VirtualClock(seed, 0.0)
     messages = [Message(s, d, tag, n, None, None) for tag, (_, s, d, n) in enumerate(sends)]
     found = [0.0] * len(sends)
@@ -52,17 +52,17 @@ def ends(
 
 @pytest.mark.parametrize("pair", [(0, 1), (0, 2)])
 @pytest.mark.parametrize("nbytes", [1, 1_000_000, LONG])
-def test_a_message_alone_takes_what_it_does_on_an_even_network(
+def test_single_message_takes_same_time_as_with_even_sharing(
     nbytes: int, pair: tuple[int, int]
 ) -> None:
     for seed in SEEDS:
         sends = [(0.0, *pair, nbytes)]
         [even] = ends(lab(2), 4, sends, seed, Network)
-        # Its pieces have another size, and the next starts when one gets through.
+        # Pieces have another size, and the next starts when one arrives.
         assert ends(lab(2), 4, sends, seed) == [pytest.approx(even, rel=1e-6)]
 
 
-def test_waiting_messages_end_together_and_later_ones_after_them() -> None:
+def test_queued_messages_finish_together_before_later_ones() -> None:
     first = [(0.0, 0, 1, LONG)]
     together = [(1e-4 * turn, 0, 1, LONG) for turn in (1, 2, 3)]
     later = [(SECONDS * 1.5, 0, 1, LONG)]
@@ -74,15 +74,15 @@ def test_waiting_messages_end_together_and_later_ones_after_them() -> None:
         assert last == pytest.approx(5 * SECONDS, rel=0.01)
 
 
-def test_no_more_go_together_than_receives_are_posted() -> None:
+def test_concurrent_messages_are_limited_by_posted_receives() -> None:
     found = ends(lab(2), 2, [(0.0, 0, 1, LONG)] * (1 + 2 * MOST))
     second, third = sorted(found)[1 : 1 + MOST], sorted(found)[1 + MOST :]
     assert max(second) == pytest.approx((1 + MOST) * SECONDS, rel=0.05)
     assert min(third) > 1.5 * max(second)
 
 
-def test_flows_share_a_link_unevenly_and_fill_it_all_the_same() -> None:
-    """Three hosts send to one, and one to three: in each case the link is busy all the time."""
+def test_flows_share_link_unevenly_but_saturate_it() -> None:
+    """Three hosts send to one, and one to three: in each case the link is always busy."""
     for sends in ([(0.0, r, 0, LONG) for r in (1, 2, 3)], [(0.0, 0, r, LONG) for r in (1, 2, 3)]):
         firsts = []
         for seed in SEEDS:
@@ -95,8 +95,8 @@ def test_flows_share_a_link_unevenly_and_fill_it_all_the_same() -> None:
         assert max(firsts) - min(firsts) > 0.1
 
 
-def test_message_blocked_at_full_link_frees_its_own_link() -> None:
-    """Ranks 1 to 3 fill host 0's link in; rank 1's message to host 4 hardly waits for that."""
+def test_message_blocked_at_saturated_link_releases_its_outbound_link() -> None:
+    """Ranks 1 to 3 saturate host 0's inbound link; rank 1's message to host 4 is hardly delayed."""
     crowd_in = [(0.0, rank, 0, 4 * LONG) for rank in (1, 2, 3)]
     own = (1e-3, 1, 4, LONG)
     found = {
@@ -106,7 +106,7 @@ def test_message_blocked_at_full_link_frees_its_own_link() -> None:
     assert found[TcpNetwork] < 0.9 * found[Network]
 
 
-def test_the_end_of_a_burst_is_lost_now_and_then_on_a_crowded_link() -> None:
+def test_congested_link_occasionally_loses_end_of_burst() -> None:
     sends = [(0.0, rank, 0, LONG) for rank in range(1, 6)]
     late = bursts = 0
     for seed in range(400):
@@ -114,17 +114,17 @@ def test_the_end_of_a_burst_is_lost_now_and_then_on_a_crowded_link() -> None:
         late += sum(end > RETRANSMISSION_SECONDS for end in found)
         bursts += len(found)
     assert 0.2 * STALLS < late / bursts < 2 * STALLS
-    # Alone nothing is lost.
+    # A single message loses nothing.
     assert all(ends(lab(2), 2, [(0.0, 0, 1, LONG)], seed)[0] < 0.1 for seed in range(400))
 
 
-def test_a_seed_is_one_course_of_events() -> None:
+def test_tcp_network_is_deterministic_for_a_seed() -> None:
     sends = [(0.0, rank, 0, LONG) for rank in (1, 2, 3)]
     assert ends(lab(4), 4, sends, 3) == ends(lab(4), 4, sends, 3) != ends(lab(4), 4, sends, 4)
 
 
-def test_ranks_that_all_send_at_once_in_a_cluster_with_tcp() -> None:
-    """By the option; against the same ranks where links are shared evenly."""
+def test_tcp_sharing_spreads_finish_times_of_simultaneous_sends() -> None:
+    """Selected by the option, and compared with the same ranks on evenly shared links."""
     spreads = {}
     for sharing in ("even", "tcp"):
         cluster = Cluster(hosts=4, placement="block", bandwidth_gbit=1.0, sharing=sharing)

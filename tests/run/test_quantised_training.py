@@ -1,4 +1,4 @@
-"""Quantised training, simulated: as good as in fp32, with fewer bytes."""
+"""Simulated training with quantisation: same convergence as in fp32, with fewer bytes."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from tests.run.test_refused_gradients import check_unharmed, spoilt
 
 QUANTISING = sorted(name for name, kind in ALGORITHMS.items() if kind.quantises)
 SHARES = {"int8": 0.4, "int4": 0.3}
-"""Of the bytes in fp32, those of headers and of the first models included."""
+"""Fraction of the bytes in fp32, including headers and the first models."""
 CPU = torch.device("cpu")
 SLOW = network(hosts=5, bandwidth_gbit=0.1e-3, latency_us=1e4)
 wires = pytest.mark.parametrize("wire", QUANTISED_BITS)
 
 
 def job_of(algorithm: str, wire: str, **values: Any) -> Job:
-    """Buckets of several blocks and a part of one; the last is a few values more."""
+    """Return a run with buckets of several blocks and a partial one; the last is longer."""
     given: dict[str, Any] = {"numel": 3010, "bucket": 751, "samples": 1200, **values}
     settings = {"wire": wire, "momentum": 0.5, "weight_decay": 0.0, **given.pop("settings", {})}
     return Job(
@@ -54,7 +54,7 @@ def job_of(algorithm: str, wire: str, **values: Any) -> Job:
 
 
 def distance(outcome: Outcome) -> float:
-    """From the minimum; at the start it is 1."""
+    """Return the distance from the minimum; at the start it is 1."""
     optimum = Quadratic(outcome.job.numel).optimum
     return float((outcome.model - optimum).norm() / (outcome.first - optimum).norm())
 
@@ -78,7 +78,7 @@ def test_quantised_wires_are_offered_by_all_algorithms_with_servers() -> None:
         for name in QUANTISING
     ],
 )
-def test_quantised_training_converges_as_fp32_with_fewer_bytes(algorithm: str) -> None:
+def test_quantised_training_converges_like_fp32_with_fewer_bytes(algorithm: str) -> None:
     outcomes = {wire: run(job_of(algorithm, wire)) for wire in ("fp32", *QUANTISED_BITS)}
     whole = outcomes.pop("fp32")
     assert distance(whole) < 0.1
@@ -123,9 +123,9 @@ def test_quantised_model_of_every_worker_equals_its_servers_shadow(
 
 @wires
 def test_quantised_training_loses_no_gradient(wire: str) -> None:
-    """Without blending the global model is the mean of the local ones, but for unsent values.
+    """Without blending, the global model is the mean of the local models, except for unsent values.
 
-    Also if gradients are coalesced before they are sent, and over a checkpoint.
+    This holds also if gradients are coalesced before they are sent, and across a checkpoint.
     """
     settings = {"aladdin": {"alpha": 0.0, "ring": 1}, "momentum": 0.9, "weight_decay": 0.01}
     this = compressed.Job(settings=settings, wire=wire, samples=1000, cluster=SLOW, segments=2)
@@ -144,7 +144,7 @@ def test_quantised_training_loses_no_gradient(wire: str) -> None:
 
 @wires
 @pytest.mark.parametrize("algorithm", ["aladdin", "asp", "shat"])
-def test_timed_computing_sends_as_many_quantised_bytes(algorithm: str, wire: str) -> None:
+def test_timed_computing_sends_same_number_of_quantised_bytes(algorithm: str, wire: str) -> None:
     this = compressed.Job(algorithm, wire=wire, samples=1200, slowdown=(1.0, 1.7, 2.9), jitter=0.1)
     real, timed = compressed.run(this), compressed.run(replace(this, timed=True))
     assert real.accuracy() > 0.6
@@ -160,7 +160,7 @@ def test_non_finite_gradient_does_not_harm_quantised_training(algorithm: str) ->
     assert [refusal.reason for refusal in outcome.ranks[0].refusals] == [1] * 3
 
 
-def test_modelled_server_memory_traffic_of_quantised_messages() -> None:
+def test_modelled_server_counts_memory_traffic_of_quantised_messages() -> None:
     """With modelled handling: quantised values are summed in fp32."""
     layout = cut(10_000, 1, 64.0, 64.0)
     (bucket,) = layout.buckets
@@ -175,10 +175,10 @@ def test_modelled_server_memory_traffic_of_quantised_messages() -> None:
     assert SENT * message + encoder.extra_bytes(bucket, message) == 3 * values + message
 
 
-# -- EASGD: models both ways -----------------------------------------------------
+# -- EASGD: models in both directions ----------------------------------------------
 @wires
 def test_quantised_elastic_averaging_conserves_the_sum(wire: str) -> None:
-    """Without gradients all draw together, and their sum stays, but for roundings."""
+    """Without gradients, all models converge and their sum is conserved, except for rounding."""
 
     def far(worker: int) -> Tensor:
         return torch.randn(3010, generator=torch.Generator().manual_seed(worker))
@@ -220,7 +220,7 @@ def test_easgd_server_recovers_worker_models_after_a_lost_message(wire: str) -> 
         assert len(worker.role.link.differences._last) == len(outcome.job.layout.buckets)
 
 
-# -- ASHL: the largest values, or all quantised --------------------------------------
+# -- ASHL: largest values, or all values quantised --------------------------------------
 @wires
 @pytest.mark.parametrize("rate", [1.0, 0.3, 0.2, 0.1, 0.04])
 def test_ashl_decodes_quantised_pushes_of_every_size(wire: str, rate: float) -> None:

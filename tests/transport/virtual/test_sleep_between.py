@@ -1,4 +1,4 @@
-"""Calls on behalf of ranks that sleep: as a plain loop of sleeps and calls makes them."""
+"""``sleep_between`` of the virtual engine equals a plain loop of sleeps and calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CLUSTERS = [
 
 
 def run(cluster: Cluster, action: Callable[[VirtualTransport, int], None], seed: int) -> Events:
-    """What happened when on which rank."""
+    """Return the events of all ranks, with their times."""
     events: Events = []
 
     def main(transport: VirtualTransport) -> None:
@@ -51,7 +51,7 @@ def block(transport: VirtualTransport, index: int) -> None:
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("action", [send, block])
 @pytest.mark.parametrize("seed", range(4))
-def test_they_are_a_loop_of_sleeps(
+def test_sleep_between_equals_loop_of_sleeps_and_calls(
     cluster: Cluster,
     action: Callable[[VirtualTransport, int], None],
     seed: int,
@@ -63,7 +63,7 @@ def test_they_are_a_loop_of_sleeps(
     assert len(found) > 60
 
 
-def test_an_error_is_raised_where_the_rank_sleeps() -> None:
+def test_error_in_call_is_raised_in_sleeping_rank() -> None:
     seen = []
 
     def main(transport: VirtualTransport) -> None:
@@ -80,7 +80,7 @@ def test_an_error_is_raised_where_the_rank_sleeps() -> None:
     assert sorted(seen) == [(3.0, 0, (0,)), (3.0, 1, (1,))]
 
 
-def test_uncaught_error_names_rank() -> None:
+def test_uncaught_error_in_call_names_rank() -> None:
     def main(transport: VirtualTransport) -> None:
         def fail(index: int) -> None:
             assert transport.rank != 1, "on purpose"
@@ -106,7 +106,7 @@ def test_rank_failing_in_call_is_unwound() -> None:
     assert left == [(1, 0.5), (0, 10.1)]
 
 
-def test_a_rank_without_gradients_keeps_to_that_in_its_calls() -> None:
+def test_calls_keep_grad_mode_of_their_rank() -> None:
     modes = []
 
     def main(transport: VirtualTransport) -> None:
@@ -121,10 +121,10 @@ def test_a_rank_without_gradients_keeps_to_that_in_its_calls() -> None:
 
 @pytest.mark.parametrize("pauses", [(), ((1, 0.05, 0.2), (2, 0.3, 0.5))])
 @pytest.mark.parametrize("seed", range(3))
-def test_nothing_else_changes_where_idle_calls_are_left_out(
+def test_skipping_idle_calls_does_not_change_events(
     pauses: tuple[tuple[int, float, float], ...], seed: int
 ) -> None:
-    """Each rank sends at the first moment at which its last message has left."""
+    """Each rank sends as soon as its last message has been sent."""
 
     def run_with(leaves_out: bool) -> tuple[Events, int]:
         events: Events = []
@@ -149,7 +149,7 @@ def test_nothing_else_changes_where_idle_calls_are_left_out(
                 for _ in range(3 * len(MANY))
             ]
             for _ in range(3):
-                own = 1 + transport.rank / 100  # no two events at a time, whose order is drawn
+                own = 1 + transport.rank / 100  # no simultaneous events in random order
                 moments = [transport.now() + own * each for each in MANY]
                 transport.sleep_between(moments, act, idle_until if leaves_out else None)
                 events.append((transport.now(), transport.rank, -1))
@@ -175,8 +175,8 @@ def test_idle_rank_is_not_called() -> None:
     assert not calls
 
 
-def test_call_beyond_last_moment_ends_later_operations() -> None:
-    """Rank 1 takes the message at 3 s, so that rank 0 has nothing to do before, then again."""
+def test_call_that_outlasts_schedule_skips_remaining_calls() -> None:
+    """Rank 1 receives the message at 3 s, so rank 0 is idle before that, and again afterwards."""
 
     def main(transport: VirtualTransport) -> None:
         if transport.rank:

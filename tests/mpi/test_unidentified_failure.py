@@ -15,7 +15,7 @@ from aladdin_mpi.transport.mpi.requests import MpiRequest
 
 
 class EndedByFailure:
-    """An MPI handle of such an operation."""
+    """MPI handle of an operation that is ended by a failure."""
 
     def __init__(self, error: int) -> None:
         self.error = error
@@ -25,15 +25,15 @@ class EndedByFailure:
 
 
 @pytest.fixture
-def dead(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """The failed ranks, as MPI reports them."""
+def failed_ranks(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Ranks that MPI reports as failed."""
     known: set[int] = set()
     monkeypatch.setattr(world, "failed_ranks", lambda: set(known))
     return known
 
 
 @pytest.fixture
-def transport(dead: set[int]) -> Iterator[MpiTransport]:
+def transport(failed_ranks: set[int]) -> Iterator[MpiTransport]:
     transport = MpiTransport(timeout=30, progress=False)
     transport._failures.survives = True
     transport._requests._has_met_failure = True  # one by one: made-up handles are not MPI's
@@ -51,14 +51,14 @@ def broken_sum(transport: MpiTransport, error: int = MPI.ERR_PROC_FAILED) -> Mpi
 
 
 @pytest.mark.parametrize("error", [MPI.ERR_PROC_FAILED, MPI.ERR_OTHER])
-def test_operation_ended_by_a_failure_ends_when_the_failed_rank_is_known(
-    transport: MpiTransport, dead: set[int], error: int
+def test_operation_ended_by_failure_raises_once_failed_rank_is_known(
+    transport: MpiTransport, failed_ranks: set[int], error: int
 ) -> None:
     """Open MPI reports ERR_OTHER if a rank fails between two rounds of a collective."""
     request = broken_sum(transport, error)
     assert not transport.test(request)
     assert not transport.test(request)
-    dead.add(1)
+    failed_ranks.add(1)
     time.sleep(2 * world.LOOK_FOR_FAILURES)
     with pytest.raises(PeerFailedError) as caught:
         transport.test(request)
@@ -66,7 +66,7 @@ def test_operation_ended_by_a_failure_ends_when_the_failed_rank_is_known(
 
 
 @pytest.mark.parametrize("error", [MPI.ERR_PROC_FAILED, MPI.ERR_OTHER])
-def test_operation_ended_by_an_unnamed_failure_raises_after_a_time_limit(
+def test_operation_ended_by_unidentified_failure_raises_after_time_limit(
     transport: MpiTransport, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
     request = broken_sum(transport, error)

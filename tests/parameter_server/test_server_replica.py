@@ -21,7 +21,7 @@ from aladdin_mpi.run import summary, takeover
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 
-DEATH = 20.5
+FAILURE_TIME = 20.5
 LR = 0.05
 WORKERS = 3
 
@@ -88,7 +88,7 @@ class Spy:
 
 
 def is_in(part: Tensor, vector: Tensor) -> bool:
-    """Whether a vector contains a part, bit for bit."""
+    """Return whether a vector contains a part, bit for bit."""
     return any(torch.equal(window, part) for window in vector.unfold(0, len(part), 1))
 
 
@@ -108,7 +108,7 @@ def test_state_of_a_failed_server_is_restored_from_its_replica(
     settings: dict[str, Any],
 ) -> None:
     spy = Spy(monkeypatch)
-    cluster = Cluster(failures={0: DEATH}).placed(servers)
+    cluster = Cluster(failures={0: FAILURE_TIME}).placed(servers)
     how = {**settings, "replicate_every": 1}
     VirtualCluster(servers + WORKERS, cluster, 0).run(
         lambda transport: train(transport, tmp_path / "run", servers, how)
@@ -138,7 +138,7 @@ def test_bucket_is_replicated_after_every_fourth_update(
 
     monkeypatch.setattr(server_replica.ServerReplica, "note", counted)
     monkeypatch.setattr(server_replica, "send_object", send)
-    cluster = Cluster(failures={WORKERS: 1e6}).placed(1)  # after the end: there are replicas
+    cluster = Cluster(failures={WORKERS: 1e6}).placed(1)  # after the end, so replicas exist
     VirtualCluster(1 + WORKERS, cluster, 0).run(
         lambda transport: train(
             transport, tmp_path / "run", 1, {"algorithm": "easgd", "replicate_every": 4}
@@ -154,7 +154,7 @@ def test_momentum_of_a_failed_server_restarts_without_a_replica(
 ) -> None:
     spy = Spy(monkeypatch)
     how = {"algorithm": "asp", "momentum": 0.9, "asp": {"momentum": "server"}, "replicate_every": 0}
-    VirtualCluster(2 + WORKERS, Cluster(failures={0: DEATH}).placed(2), 0).run(
+    VirtualCluster(2 + WORKERS, Cluster(failures={0: FAILURE_TIME}).placed(2), 0).run(
         lambda transport: train(transport, tmp_path / "run", 2, how)
     )
     merged = spy.formers[0]

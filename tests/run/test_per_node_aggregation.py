@@ -1,4 +1,4 @@
-"""Per-node aggregation: a node as one worker with several devices."""
+"""Per-node aggregation: a node counts as one worker with several devices."""
 
 from __future__ import annotations
 
@@ -28,24 +28,22 @@ NODES = ["--node-sums"]
 
 
 def run(folder: Path, *options: Any) -> dict[str, Any]:
-    """In virtual time, three hosts with two workers each."""
+    """Simulate three hosts with two workers each."""
     simulate(folder, *CLUSTER, *options)
     return summary(folder)
 
 
 @pytest.mark.parametrize("algorithm", ABLE)
-def test_node_counts_as_one_worker_with_per_node_aggregation(
-    tmp_path: Path, algorithm: str
-) -> None:
+def test_per_node_aggregation_treats_node_as_one_worker(tmp_path: Path, algorithm: str) -> None:
     is_a_sum = algorithm in ("bsp", "ar-sgd")
-    # A last round that is not full is distributed differently and has other samples.
+    # An incomplete last round is distributed differently and has other samples.
     samples = 960 if is_a_sum else 1000
     options = ["--algorithm", algorithm, "--samples", samples, "--eval-every", 0.25]
     alone = run(tmp_path / "alone", *options)
     nodes = run(tmp_path / "nodes", *options, *NODES)
     assert nodes["samples"] == alone["samples"] == samples
     assert nodes["gradients_computed"] == nodes["gradients_applied"]
-    # A gradient of a node is that of both its workers.
+    # A node's gradient combines those of both its workers.
     halved = alone["gradients_computed"] / nodes["gradients_computed"]
     assert halved == pytest.approx(2, abs=0.15)
     assert nodes["test_accuracy"] > 0.3
@@ -82,7 +80,7 @@ def test_resumed_run_with_per_node_aggregation_equals_the_uninterrupted_one(
     run(tmp_path / "whole", *options, "--samples", 1400)
     run(tmp_path / "half", *options, "--samples", 700)
     simulate(None, "--resume", tmp_path / "half", "--samples", 1400)
-    for rank in (1, 5):  # ranks that lead no other, or are led
+    for rank in (1, 5):  # a rank that leads no other, and one that is led
         models = [
             checkpoint_part(tmp_path / name, rank)["role"]["parameters"]
             for name in ("whole", "half")
@@ -152,13 +150,13 @@ def test_per_node_aggregation_refuses_horovod(tmp_path: Path) -> None:
 @needs("openmpi")
 @pytest.mark.slow
 @pytest.mark.long
-def test_failed_worker_ends_a_run_with_per_node_aggregation(tmp_path: Path) -> None:
+def test_per_node_aggregation_run_ends_when_worker_fails(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     options = ["--algorithm", "aladdin", *NODES, "--node-size", 2, "--epochs", 1000]
     options += ["--slowdown", "0=3", "--log-every", 320, "--checkpoint-every", 320]
     with training(5, folder, *options, mpirun=ULFM) as job:
         wait_until(job, lambda: checkpoints(folder) and len(metrics(folder)) >= 6)
         kill_ranks(job, [4])
-        completed = job.wait(150)  # Open MPI may take long to end what is left
+        completed = job.wait(150)  # Open MPI may take long to end the remaining ranks
     assert completed.returncode != 0
     check_names(refusal(completed), "rank 4 (host ", "--node-sums", f"--resume {folder}")

@@ -1,4 +1,4 @@
-"""Modules whose parameters cannot be trained as they are: told in a sentence."""
+"""Modules with invalid parameters are rejected with a clear message."""
 
 from __future__ import annotations
 

@@ -29,12 +29,12 @@ pytestmark = needs("openmpi")
 
 
 def train(folder: Path, names: list[str], check: bool = True) -> Completed:
-    """One job for several runs, since every rank takes seconds to import what torch.optim needs."""
+    """Run several trainings in one job: importing what torch.optim needs takes a rank seconds."""
     return run_program(folder, "custom_optimizers", *names, check=check, timeout=150)
 
 
 def reference(stored: list[list[torch.Tensor]], make: Make, clip: str) -> nn.Module:
-    """The same batches in one process: the mean of all workers' gradients, then torch's step."""
+    """Step torch's optimizer in one process, with the mean of all workers' gradients."""
     model = network()
     optimizer = make(model, 0)
     scheduler = one_cycle(optimizer)
@@ -64,7 +64,7 @@ def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 
 
 def check_steps_as_torch(folder: Path, name: str) -> None:
-    """With groups, a scheduler, and the norm of the mean or of each worker's own gradient."""
+    """With groups, a scheduler, and the norm of the mean or of each worker's gradient."""
     case = CASES[name]
     ranks = [torch.load(folder / f"{name}-{rank}.pt") for rank in range(3)]
     workers = ranks if case.algorithm == "ar-sgd" else ranks[1:]
@@ -86,7 +86,7 @@ def check_learns(folder: Path, name: str) -> None:
 
 
 def check_resumed(folder: Path, algorithm: str) -> None:
-    """Half a run and its second half equal the whole one; the scheduler resumes too."""
+    """Two halves of a run equal the whole run; the scheduler resumes too."""
     for rank in range(3):
         halves, straight = (
             torch.load(folder / f"{algorithm}, {name}-{rank}.pt")["model"]
@@ -95,8 +95,8 @@ def check_resumed(folder: Path, algorithm: str) -> None:
         assert_close(halves, straight)
 
 
-def test_custom_optimizers_step_as_torch_learn_and_resume(tmp_path: Path) -> None:
-    """Synchronous algorithms step as torch does; others learn; halves of runs are resumed."""
+def test_custom_optimizers_match_torch_converge_and_resume(tmp_path: Path) -> None:
+    """Synchronous algorithms match torch; others converge; halves of runs are resumed."""
     train(tmp_path, [*AS_TORCH, *LEARN, *RESUMED])
     for name in AS_TORCH:
         check_steps_as_torch(tmp_path, name)

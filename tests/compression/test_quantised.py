@@ -1,4 +1,4 @@
-"""Gradients and models in 8 or 4 bits: what is rounded, and that nothing of it is lost."""
+"""Quantisation of gradients and models to 8 or 4 bits: rounding and conservation."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ sizes = pytest.mark.parametrize("numel", SIZES)
 
 
 def drawn(numel: int, seed: int = 0) -> Tensor:
-    """Values whose magnitudes differ widely from block to block, and some zero blocks."""
+    """Return values whose magnitudes differ widely between blocks, with some zero blocks."""
     random = torch.Generator().manual_seed(seed)
     blocks = -(-numel // WIDTH)
     magnitudes = 10 ** (8 * torch.rand(blocks, generator=random) - 6)
@@ -50,12 +50,12 @@ def drawn(numel: int, seed: int = 0) -> Tensor:
 
 
 def step_of(message: Tensor, numel: int) -> Tensor:
-    """The step of every value."""
+    """Return the quantisation step of every value."""
     return scales_of(message, numel).repeat_interleave(WIDTH)[:numel]
 
 
 def sent(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """The message about ``values``, and what is left."""
+    """Return the message for ``values`` and the residual."""
     message = torch.full((message_length(values.numel(), bits),), nan)
     left = torch.zeros_like(values)
     quantise(values, left, message, bits, Scratch())
@@ -96,18 +96,18 @@ def test_message_length_identifies_format() -> None:
         assert bits_of(numel, numel) is None
 
 
-def test_bits_of_rejects_other_lengths() -> None:
+def test_bits_of_rejects_unknown_message_length() -> None:
     with pytest.raises(ValueError, match=r"length: .*\b1000\b.*\b500\b"):
         bits_of(1000, 500)
 
 
 @pytest.mark.parametrize(("bits", "share"), [(8, 0.25), (4, 0.125)])
-def test_quantised_message_is_a_quarter_or_an_eighth(bits: int, share: float) -> None:
+def test_quantised_message_is_a_quarter_or_an_eighth_of_fp32(bits: int, share: float) -> None:
     assert message_length(1_000_000, bits) == pytest.approx((share + 1 / 256) * 1e6, abs=2)
 
 
 @pytest.mark.parametrize(("bits", "steps"), [(8, 127), (4, 7)])
-def test_quantisation_keeps_whole_steps(bits: int, steps: int) -> None:
+def test_quantisation_is_exact_for_multiples_of_step(bits: int, steps: int) -> None:
     values = torch.arange(-steps, steps + 1).float()
     message, left = sent(values, bits)
     torch.testing.assert_close(read(message, len(values)), values)
@@ -152,9 +152,7 @@ def test_quantisation_handles_smallest_and_largest_values(bits: int, size: float
 @both
 @pytest.mark.parametrize("bad", [nan, inf, -inf])
 @pytest.mark.parametrize("place", [0, 300, 599])
-def test_non_finite_values_show_in_scales_and_are_not_kept(
-    bits: int, bad: float, place: int
-) -> None:
+def test_non_finite_values_reach_scales_but_not_residual(bits: int, bad: float, place: int) -> None:
     values = torch.ones(600)
     values[place] = bad
     message, left = sent(values, bits)
@@ -192,7 +190,7 @@ def test_quantised_messages_sum_to_gradients_within_half_a_step(bits: int, numel
             assert torch.equal(message, values)
             continue
         step = step_of(message, numel)
-        largest = largest.maximum(step * steps_of(bits))  # of all sums, as they are in fp32
+        largest = largest.maximum(step * steps_of(bits))  # relative to fp32 sums
         assert ((whole - arrived).abs() <= 0.5 * step + 1e-6 * largest).all()
 
 
@@ -268,7 +266,7 @@ class Line:
         return self.encoder.encode(rank, self.bucket, self.values, room).clone()
 
     def send(self, rank: int = 1) -> tuple[int, Tensor]:
-        """The message's length and what the worker has then."""
+        """Return the message's length and the worker's copy after it."""
         message = self.encode(rank)
         decoded = self.decoder.decode(self.bucket, message)
         assert decoded is not None
@@ -289,7 +287,7 @@ def test_shadow_model_matches_worker_copy_bit_for_bit(bits: int, numel: int) -> 
         length, copy = line.send()
         assert length == message_length(numel, BITS[seed % 2])
         assert same_bits(copy, line.shadow())
-    for _ in range(5):  # the rounding is made up for, until no bit of fp32 is left of it
+    for _ in range(5):  # rounding is compensated until the residual vanishes in fp32
         _, copy = line.send()
     torch.testing.assert_close(copy, line.values, rtol=1e-5, atol=1e-7)
 
@@ -319,7 +317,7 @@ def test_each_worker_has_own_shadow_model_and_bits() -> None:
     assert lengths == [1000, 1000, eight, eight, four]
 
 
-def test_model_is_sent_whole_after_forget() -> None:
+def test_quantised_model_is_sent_whole_after_forget() -> None:
     line = Line(1000, 8)
     line.send()
     line.encoder.forget()
@@ -344,7 +342,9 @@ def test_decoder_ignores_differences_after_loss_until_whole_bucket() -> None:
 
 @pytest.mark.parametrize("wire", QUANTISED_BITS)
 @pytest.mark.parametrize("moves_bytes", [False, True])
-def test_message_lengths_are_right_with_timed_computing(wire: str, moves_bytes: bool) -> None:
+def test_quantised_message_lengths_are_right_with_timed_computing(
+    wire: str, moves_bytes: bool
+) -> None:
     bits, meta = QUANTISED_BITS[wire], torch.device("meta")
     codec = make_codec(wire, layout_of(1000), meta, moves_bytes)
     bucket, values = Bucket(0, 0, 1000, 0), torch.zeros(1000, device=meta)
@@ -364,7 +364,7 @@ def test_message_lengths_are_right_with_timed_computing(wire: str, moves_bytes: 
 
 
 def test_quantised_blocks_are_independent() -> None:
-    """As on a device that takes all at once: a bucket is its parts, one after the other."""
+    """As on a device that processes all blocks at once: a bucket equals its parts in sequence."""
     numel = 2 * BLOCK + 300
     values, shadow = drawn(numel), drawn(numel, 1)
     whole = torch.empty(message_length(numel, 8))

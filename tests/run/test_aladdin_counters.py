@@ -1,7 +1,7 @@
-"""ALADDIN loses no gradient, counts none twice, uses up its budget, and no worker waits.
+"""ALADDIN loses no gradient, counts none twice and uses up its budget, and no worker waits.
 
-Hundreds of runs, each on a random cluster drawn from its seed: delays, narrow links,
-slow servers, pauses, unequal workers, any number of servers and any cut.
+Hundreds of runs on random clusters, each determined by its seed: delays, narrow links, slow
+servers, pauses, unequal workers, any number of servers and any layout.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from aladdin_mpi.options.cluster import Cluster
 from tests.quadratic import Outcome, Setup, aladdin_options, network, run
 
 BUCKET = 16_500
-"""Values of a bucket too large for the network to take it at once (64 KiB)."""
+"""Values of a bucket that the network cannot buffer (64 KiB)."""
 GROUPS, GROUP = 10, 24
 
 
 def any_setup(seed: int) -> Setup:
-    """A run drawn from its seed."""
+    """Return a random run."""
     r = random.Random(seed)
     return (any_small if r.random() < 0.6 else any_large)(r, seed)
 
 
 def any_small(r: random.Random, seed: int) -> Setup:
-    """Draw many small buckets, odd cuts, budgets of less than a step for each worker."""
+    """Return a run with many small buckets, odd layouts, and less than a step per worker."""
     servers, workers = r.randint(1, 3), r.randint(1, 6)
     numel = r.randint(3, 300)
     return replace(
@@ -47,7 +47,7 @@ def any_small(r: random.Random, seed: int) -> Setup:
 
 
 def any_large(r: random.Random, seed: int) -> Setup:
-    """Draw large buckets and slow servers, so that gradients are coalesced."""
+    """Return a run with large buckets and slow servers, so that gradients are coalesced."""
     servers, workers = r.randint(1, 3), r.randint(1, 4)
     numel = BUCKET * servers * r.randint(1, 2)
     return replace(
@@ -85,7 +85,7 @@ def any_rank(r: random.Random, workers: int) -> Setup:
 
 
 def any_cluster(r: random.Random, ranks: int, numel: int) -> Cluster:
-    step_gbit = 8e-9 * 4 * numel  # a gradient takes a second, which is a step
+    step_gbit = 8e-9 * 4 * numel  # a gradient takes a second, the length of a step
     pauses = [
         (r.randrange(ranks), r.uniform(0, 20), r.uniform(0, 20)) for _ in range(r.choice([0, 2]))
     ]
@@ -140,7 +140,7 @@ def check_reports(end: Outcome) -> None:
 
 
 def check_values(end: Outcome) -> bool:
-    """If it is known by value, check that x~ moved by the sum of all workers' moves."""
+    """If x~ is known by value, check that it moved by the sum of all workers' moves."""
     setup, options = end.setup, end.setup.aladdin
     is_a_sum = (
         options.alpha == 0 and options.trigger == "accumulate" and options.momentum == "worker"
@@ -153,7 +153,7 @@ def check_values(end: Outcome) -> bool:
 
 
 @pytest.mark.parametrize("group", range(GROUPS))
-def test_aladdin_accounting_balances_on_random_clusters(group: int) -> None:
+def test_aladdin_counters_balance_on_random_clusters(group: int) -> None:
     coalesced = compared = 0
     for seed in range(group * GROUP, (group + 1) * GROUP):
         setup = any_setup(seed)
@@ -168,7 +168,7 @@ def test_aladdin_accounting_balances_on_random_clusters(group: int) -> None:
             print(f"seed {seed}: {setup}")
             raise
         coalesced += end.total("coalesced") > 0
-    # These seeds do coalesce gradients; otherwise the runs would show little.
+    # Gradients are coalesced with these seeds; otherwise the runs would show little.
     assert coalesced >= 2
     assert compared >= 1
 
@@ -180,7 +180,7 @@ def test_same_seed_gives_the_same_run() -> None:
     assert torch.equal(one.locals, other.locals)
 
 
-# -- the worker never waits ------------------------------------------------------------------
+# -- workers never wait ----------------------------------------------------------------------
 
 
 def check_no_waiting(end: Outcome) -> None:
@@ -199,7 +199,7 @@ BUSY = Setup(workers=3, numel=2 * BUCKET, bucket=BUCKET, samples=300, cluster=ne
 def test_aladdin_workers_do_not_wait_for_a_slow_server(
     seconds: float, servers: int, ring: int
 ) -> None:
-    """Up to a thousand times slower than needed; gradients it cannot take are coalesced."""
+    """Up to a thousand times too slow; gradients that the server cannot take are coalesced."""
     options = aladdin_options(ring=ring)
     end = run(replace(BUSY, servers=servers, server_seconds=seconds, aladdin=options))
     check_no_waiting(end)
@@ -232,7 +232,7 @@ def test_aladdin_coalesces_more_gradients_with_a_smaller_ring() -> None:
 
 @pytest.mark.parametrize("gradient_seconds", [0.5, 4.0, 40.0])
 def test_aladdin_workers_do_not_wait_for_a_slow_network(gradient_seconds: float) -> None:
-    """All workers' gradients together take that many steps on the server's link."""
+    """All workers' gradients together take this many steps on the server's link."""
     gbit = 8e-9 * 4 * BUSY.numel * BUSY.workers / gradient_seconds
     end = run(replace(BUSY, cluster=network(hosts=4, bandwidth_gbit=gbit)))
     check_no_waiting(end)
@@ -241,7 +241,7 @@ def test_aladdin_workers_do_not_wait_for_a_slow_network(gradient_seconds: float)
 
 
 def test_worker_requests_samples_further_ahead_if_replies_are_late() -> None:
-    """The reply takes five steps: the worker waits for the first replies, and then no more."""
+    """A reply takes five steps: the worker waits only for the first replies."""
     end = run(replace(BUSY, cluster=network(hosts=4, latency_us=2.5e6), samples=600))
     for worker in end.workers:
         assert worker.waited[12] == worker.waited[-1] > 0

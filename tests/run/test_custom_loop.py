@@ -1,4 +1,4 @@
-"""Custom training loops: what the docstring of DataParallel promises, and mistakes."""
+"""Custom training loops: guarantees in the docstring of DataParallel, and user errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = needs("openmpi")
 LONG = pytest.mark.long
 
 
-# -- what is promised -----------------------------------------------------------------------
+# -- guarantees -----------------------------------------------------------------------------
 def test_custom_loop_example_trains(tmp_path: Path) -> None:
     completed = run_ranks(3, [str(ROOT / "examples" / "own_loop.py")], env=HERE, cwd=tmp_path)
     (run_dir,) = (tmp_path / "runs").iterdir()
@@ -46,7 +46,7 @@ def test_custom_loop_example_adds_few_lines() -> None:
     [pytest.param(0, id="to the end", marks=pytest.mark.long), pytest.param(40, id="stopped")],
 )
 def test_every_gradient_is_applied_once_in_a_custom_loop(tmp_path: Path, most: int) -> None:
-    """Accumulated over parts of a batch; and also when the run is stopped early."""
+    """Gradients are accumulated over parts of a batch, and the run is stopped early."""
     completed = run_program(tmp_path, "accumulated_sums", most)
     figures = summary(tmp_path / "run")
     assert figures["samples"] == 240 if not most else 40 <= figures["samples"] < 240
@@ -61,7 +61,7 @@ def test_every_gradient_is_applied_once_in_a_custom_loop(tmp_path: Path, most: i
 
 
 def test_run_releases_its_model_vectors(tmp_path: Path) -> None:
-    """Many runs fit into one process."""
+    """Otherwise many runs would not fit into one process."""
     completed = run_program(tmp_path, "repeated_runs", ranks=2)
     lines = sorted(re.findall(r"^rank (\d) (\S+) (\d) left (\d+)$", completed.stdout, re.M))
     algorithms = ("aladdin", "ar-sgd", "multistep")
@@ -70,9 +70,9 @@ def test_run_releases_its_model_vectors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("chosen", [False, True])
 def test_memory_freed_by_a_step_is_kept_by_the_process(tmp_path: Path, chosen: bool) -> None:
-    """By default glibc releases it, and fetches 256 zeroed pages for each 1 MB of the next step."""
+    """By default, glibc releases it and fetches 256 zeroed pages per 1 MB for the next step."""
     variables = {"MALLOC_TRIM_THRESHOLD_": "131072"} if chosen else {}
-    env = {**HERE, **variables}  # read by the C library when the process begins
+    env = {**HERE, **variables}  # read by the C library at process startup
     completed = run_program(tmp_path, "page_faults", ranks=1, env=env, is_warm=False)
     printed = re.search(r"^pages (\d+) (\d+)$", completed.stdout, re.M)
     assert printed, repr(completed)
@@ -81,7 +81,7 @@ def test_memory_freed_by_a_step_is_kept_by_the_process(tmp_path: Path, chosen: b
     assert (after > before / 2) == chosen
 
 
-def test_two_runs_in_one_program_train_in_turn(tmp_path: Path) -> None:
+def test_two_runs_in_one_program_train_one_after_the_other(tmp_path: Path) -> None:
     run_program(tmp_path, "two_runs")
     assert [summary(tmp_path / f"run-{n}")["samples"] for n in (1, 2)] == [100, 100]
 
@@ -106,7 +106,7 @@ def test_batch_norm_statistics_fit_the_global_model(
     assert float(same[0]) > 0.9
     assert f"file {same[0]}\n" in completed.stdout
     evaluations = metrics(tmp_path / "run", "eval")
-    # An evaluation due during another is skipped.
+    # An evaluation that is due during another is skipped.
     assert len(evaluations) in ((2, 3, 4) if evaluation == "evaluated" else (0,))
     assert all(line["test_accuracy"] > 0.5 for line in evaluations)
     assert "warning" not in completed.stderr
@@ -120,7 +120,7 @@ def test_batch_norm_warns_if_the_model_is_never_called_as_a_whole(tmp_path: Path
     assert float(ranks[0][0]) > 0.8
 
 
-# -- mistakes -------------------------------------------------------------------------------
+# -- user errors ----------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("mistake", "names"),
     [
@@ -144,7 +144,7 @@ def test_mistake_in_a_custom_loop_ends_the_job_with_one_error(
 ) -> None:
     completed = run_program(tmp_path, "loop_mistakes", mistake, check=False)
     assert completed.returncode != 0
-    # Of all workers, one reports it.
+    # One worker reports the error for all.
     (line,) = re.findall(r"aladdin_mpi: error \(rank [12]\): training loop: (.*)", completed.stderr)
     check_names(line, *names)
     assert "Traceback" not in completed.stderr
@@ -179,7 +179,7 @@ def test_mistake_before_a_custom_loop_is_reported_once(
 
 
 def test_gradients_may_be_changed_before_step_without_wait_free(tmp_path: Path) -> None:
-    """Here all of them become 0, and so does every step."""
+    """All gradients become 0, and so does every step."""
     completed = run_program(tmp_path, "zeroed_gradients")
     assert completed.stdout.count("weight [[0.0, 0.0, 0.0]]") == 3
 
