@@ -12,8 +12,6 @@ from aladdin_mpi.errors import UserError
 
 DESCRIPTION = "Print a table of the throughput of finished runs by number of workers."
 HEADINGS = ["run", "workers", "servers", "samples/s", "speedup", "efficiency (%)", "waiting (%)"]
-
-
 KEYS = ("workers", "servers", "samples_per_second", "wait_fraction")
 
 
