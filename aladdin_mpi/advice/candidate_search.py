@@ -52,6 +52,7 @@ FULL = 0.8
 NOTED = 0.05
 """Share of time above which waiting is mentioned."""
 CANNOT_WIN = "cannot win"
+NO_TIME = "no time"
 TIE = 0.01
 """Relative difference up to which candidates are equal, so that fewer servers win."""
 ERROR = 0.05
@@ -224,7 +225,7 @@ class CandidateSearch:
         for future in pending:
             future.cancel()
             if not futures[future].why_not and futures[future].timed is None:
-                futures[future].why_not = "no time"
+                futures[future].why_not = NO_TIME
 
     # -- rounds ---------------------------------------------------------------------------
     def run(self, names: Sequence[str]) -> list[CandidateResult]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from aladdin_mpi.advice.bottleneck import Bottleneck, classify
-from aladdin_mpi.advice.candidate_search import TIE, CandidateResult
+from aladdin_mpi.advice.candidate_search import NO_TIME, TIE, CandidateResult
 from aladdin_mpi.advice.candidates import REFERENCE, Candidate, ClusterTraits
 from aladdin_mpi.advice.learning import SampleEfficiency
 from aladdin_mpi.advice.options import AdviceRequest, AdviseOptions, Change
@@ -199,11 +199,29 @@ def _list(title: str, items: Iterator[str]) -> str:
 
 def _recommendation(advice: Advice) -> str:
     best, on = advice.best, advice.ground
-    return (
+    text = (
         f"Recommended: {best.candidate.describe()}, for {on.workers} workers on {on.hosts} "
         f"host{'s' * (on.hosts > 1)}: {throughput(best.rate)}, speedup "
         f"{advice.speed_up(best.rate):.1f} (ideal {on.ideal:.1f})."
     )
+    if untried := untried_algorithms(advice.entries):
+        text += (
+            f" Possibly faster, but not simulated for lack of time: {', '.join(untried)}. "
+            "Increase --seconds."
+        )
+    return text
+
+
+def untried_algorithms(entries: Sequence[CandidateResult]) -> list[str]:
+    """Return the algorithms that could be the best but were not simulated within the time limit."""
+    known = {entry.candidate.algorithm for entry in entries if entry.timed is not None}
+    best = max(entry.score for entry in entries)
+    names = (
+        entry.candidate.algorithm
+        for entry in entries
+        if entry.why_not == NO_TIME and entry.possible > best
+    )
+    return [name for name in dict.fromkeys(names) if name not in known]
 
 
 def _reasons(advice: Advice) -> Iterator[str]:
@@ -398,7 +416,7 @@ def _entry(advice: Advice, entry: CandidateResult) -> dict[str, Any]:
         "bound_samples_per_second": entry.bound,
     }
     if timed is None:
-        return {**about, "not_run": entry.why_not or "no time"}
+        return {**about, "not_run": entry.why_not or NO_TIME}
     return {
         **about,
         "samples_per_second": entry.rate,

@@ -231,3 +231,22 @@ def test_entry_rate_is_capped_at_bound() -> None:
 def test_scaling_knee_is_last_point_near_ideal() -> None:
     assert knee([(2, 2.0, 2.0), (4, 3.5, 4.0), (8, 5.0, 8.0)]) == 4
     assert knee([(2, 1.0, 2.0)]) is None
+
+
+# -- candidates without a simulation -----------------------------------------------------------
+def test_faster_algorithms_without_time_are_named_with_the_recommendation() -> None:
+    def entry(name: str, bound: float, timed: TimedRun | None, why_not: str) -> CandidateResult:
+        candidate = Candidate(name, 1, False)
+        return CandidateResult(
+            candidate, bound, SampleEfficiency(1.0), short=timed, why_not=why_not
+        )
+
+    run = TimedRun(100.0, 0.0, (), 0.0)
+    entries = [
+        entry("bsp", 200.0, run, ""),
+        entry("aladdin", 300.0, None, "no time"),
+        entry("asp", 90.0, None, "no time"),  # cannot be faster
+        entry("bsp", 300.0, None, "no time"),  # another variant has been simulated
+        entry("ssp", 300.0, None, "cannot win"),
+    ]
+    assert report.untried_algorithms(entries) == ["aladdin"]
