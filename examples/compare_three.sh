@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Three algorithms under equal conditions, eight workers of which one is ten times slower, two seeds
-# each: a table, plots and a report. The same command goes on after a stop.
+# Compare three algorithms with two seeds each: eight workers, one of them ten times slower. Writes
+# a table, plots and a report. Rerun the same command to resume.
 #
 #   examples/compare_three.sh comparisons/slow-worker --epochs 10
 set -euo pipefail

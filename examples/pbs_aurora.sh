@@ -1,6 +1,6 @@
 #!/bin/bash
-# Train on ALCF Aurora: 6 GPUs of two tiles each and 104 cores a node, PBS Pro. From the folder
-# that the run is to be in:
+# Train on ALCF Aurora (PBS Pro; per node 6 GPUs of two tiles each, and 104 cores). Submit it from
+# the folder for the run:
 #
 #   qsub -A PROJECT -l select=4 -l walltime=01:00:00 -q prod examples/pbs_aurora.sh
 #
@@ -8,10 +8,10 @@
 #
 #   OPTIONS="--model resnet50 --run-dir runs/a" qsub -v OPTIONS -A PROJECT ... examples/pbs_aurora.sh
 #
-# A rank for each tile, the first ones of which are the servers: with one server of four nodes 47
-# workers. The same run folder goes on where it was (--resume auto), so submit it again, or several
-# times with -W depend=afterany:JOB. Modules, the list of cores and the tiles follow ALCF's user
-# guide (docs.alcf.anl.gov/aurora). Not tried there by the authors.
+# Each tile gets a rank, and the first ranks are the servers: four nodes with one server have 47
+# workers. To resume a run, submit the same command again (--resume auto), or submit it several
+# times with -W depend=afterany:JOB. Modules, cores and tiles follow ALCF's user guide
+# (docs.alcf.anl.gov/aurora). Not tested on Aurora.
 #PBS -N aladdin
 #PBS -l filesystems=home:flare
 #PBS -l place=scatter
@@ -28,7 +28,7 @@ set -u
 # gpu_tile_compact.sh. If all saw all, the workers of the first node would take tiles one place
 # before their cores, since the server has the first place.
 export ZE_FLAT_DEVICE_HIERARCHY=FLAT
-# shellcheck disable=SC2016 # each rank has a place of its own
+# shellcheck disable=SC2016 # expanded on each rank
 WITH_TILE=(bash -c 'ZE_AFFINITY_MASK=$PALS_LOCAL_RANKID exec "$@"' with_tile)
 # MPI is given memory of the host only.
 export MPIR_CVAR_ENABLE_GPU=0

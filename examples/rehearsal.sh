@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Before asking for nodes: how an algorithm scales on them. Only time and messages are modelled,
-# for a model of 94 MB (ResNet-50) whose step takes 0.45 s, with eight workers to a host.
+# Estimate how an algorithm scales before requesting nodes. Only time and messages are simulated,
+# for a model of 94 MB (ResNet-50) with steps of 0.45 s, and eight workers per host.
 #
 #   examples/rehearsal.sh runs/rehearsal aladdin
 set -euo pipefail

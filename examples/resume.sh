@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# What a batch system does: it stops a run by a signal, and starts it again later. No sample is
-# lost or used twice.
+# Stop a run with a signal and resume it, as a batch system does. No sample is lost or used twice.
 #
 #   examples/resume.sh runs/resumed
 set -euo pipefail
@@ -9,7 +8,7 @@ train=(mpirun --oversubscribe -np 3 python -m aladdin_mpi.train)
 
 "${train[@]}" --run-dir "$run" --epochs 20 --checkpoint-every 1000 &
 job=$!
-for _ in $(seq 600); do # until there is a checkpoint, two minutes at most
+for _ in $(seq 600); do # wait for a checkpoint, at most two minutes
     compgen -G "$run/checkpoint/samples-*" >/dev/null && break
     kill -0 "$job"
     sleep 0.2

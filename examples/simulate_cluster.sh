@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A cluster that you do not have: real training of 16 workers on four hosts, one of them ten times
-# slower, in virtual time, in one process. Options behind the script's name go to the simulation.
+# Simulate training with real gradients in one process: 16 workers on four hosts, one worker ten
+# times slower. Arguments are passed to the simulation.
 #
 #   examples/simulate_cluster.sh --algorithm ar-sgd --run-dir runs/slow-ar-sgd
 set -euo pipefail

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A job array under Slurm: each algorithm with each seed is a task, and the last one writes the
-# report. What follows the script's name goes to every run; SBATCH_ARGS are your site's options.
+# Submit a Slurm job array with a task for each algorithm and seed; the last task writes the report.
+# Arguments are passed to every run; SBATCH_ARGS holds your site's options.
 #
 #   SBATCH_ARGS="-p gpu --nodes=2" examples/slurm_array.sh --model resnet20 --epochs 10
 set -euo pipefail

@@ -129,7 +129,7 @@ def entries(options: CompareOptions) -> list[PlanEntry]:
         entry = _variant(text)
         if entry.label in by_label:
             raise UserError(
-                f"--variants: expected a label of its own for each, got {entry.label!r} twice; "
+                f"--variants: expected a unique label for each, got {entry.label!r} twice; "
                 "choose another"
             )
         by_label[entry.label] = entry

@@ -120,9 +120,9 @@ def _parts(state: State) -> Iterator[_Part]:
         yield _figure(10, " ".join(words), " ".join(words), value, unit)
     yield _figure(11, "epoch", "epoch", state.epoch)
     full = short = f"{state.workers} worker{'s' * (state.workers != 1)}"
-    if state.alive != state.workers:
-        full = f"{state.alive} of {state.workers} workers surviving"
-        short = f"{state.alive}/{state.workers} workers"
+    if state.surviving != state.workers:
+        full = f"{state.surviving} of {state.workers} workers surviving"
+        short = f"{state.surviving}/{state.workers} workers"
     yield _Part(5, full, short, "workers")
     if state.left is not None and state.samples < state.total:
         full = f"{console.duration(state.left)} left"

@@ -124,7 +124,7 @@ class State:
         waiting: share of their time that workers waited.
         staleness: mean staleness in gradients.
         others: further figures of the algorithm, by name.
-        alive: number of surviving workers, of ``workers``.
+        surviving: number of surviving workers, of ``workers``.
         left: remaining seconds.
         seconds: training time so far.
     """
@@ -133,7 +133,7 @@ class State:
     total: int
     epoch: float
     workers: int
-    alive: int
+    surviving: int
     seconds: float = 0.0
     rate: float | None = None
     loss: float | None = None
@@ -286,7 +286,7 @@ class Coordinator:
             epoch=drawn / self.plan.epoch,
             seconds=self.seconds,
             workers=self._workers,
-            alive=sum(rank >= self._first_worker for rank in surviving_ranks(self._transport)),
+            surviving=sum(rank >= self._first_worker for rank in surviving_ranks(self._transport)),
             figures={name: value for hook in self._hooks for name, value in hook.figures().items()},
             lr=self.lr,
             waiting=self.wait_fraction if self._waiting else None,

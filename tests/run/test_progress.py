@@ -28,7 +28,7 @@ STATE = State(
     total=17_244,
     epoch=3.36,
     workers=4,
-    alive=4,
+    surviving=4,
     rate=9_410.2,
     loss=0.31234,
     figures={"test_accuracy": 0.96123, "test_loss": 0.2},
@@ -95,7 +95,7 @@ def test_progress_line_is_abbreviated_in_80_columns() -> None:
 
 @pytest.mark.parametrize("figures", [{}, {"test_accuracy": 0.5}, {"a_rather_long_name" * 3: 1e-9}])
 def test_progress_line_fits_any_width_without_cut_words(figures: dict[str, float]) -> None:
-    state = replace(STATE, figures=figures, alive=3, rate=1_234_567.0, left=360_000.0)
+    state = replace(STATE, figures=figures, surviving=3, rate=1_234_567.0, left=360_000.0)
     words = set(f"{in_full(state)} {in_columns(state, 1000)}".split())
     words |= {"acc", "lr", "wait", "stale", "3/4", "0.312", "2.13", "1e-09", "100:00:00"}
     for columns in range(5, 260):
@@ -238,6 +238,6 @@ def test_simulation_shows_progress_in_200_columns_until_ctrl_c(tmp_path: Path) -
     assert len(failures) == 1
     assert failures[0].startswith("aladdin_mpi: rank 2 (host ")
     # The line is kept, and the final messages follow it.
-    assert re.search(r"alive {2}[^\r\n]* left *\r*\n.*aladdin_mpi: stopped by ", seen.text, re.S)
+    assert re.search(r"surviving {2}[^\r\n]* left *\r*\n.*aladdin_mpi: stopped by ", seen.text, re.S)
     assert seen.status == 130
     assert "Traceback" not in seen.text
