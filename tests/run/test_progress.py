@@ -238,6 +238,7 @@ def test_simulation_shows_progress_in_200_columns_until_ctrl_c(tmp_path: Path) -
     assert len(failures) == 1
     assert failures[0].startswith("aladdin_mpi: rank 2 (host ")
     # The line is kept, and the final messages follow it.
-    assert re.search(r"surviving {2}[^\r\n]* left *\r*\n.*aladdin_mpi: stopped by ", seen.text, re.S)
+    line = r"surviving {2}[^\r\n]* left *\r*\n.*aladdin_mpi: stopped by "
+    assert re.search(line, seen.text, re.S)
     assert seen.status == 130
     assert "Traceback" not in seen.text
