@@ -113,7 +113,7 @@ Receive = Callable[[Tensor, int, int], MpiRequest]
 """Function that posts a receive, given its buffer, source and tag."""
 
 
-class _Inbox:
+class _MessageStream:
     """The receives posted ahead for one handler, from a rank or ``ANY_SOURCE``, in order."""
 
     def __init__(self, source: int, tag: int, handler: Handler) -> None:
@@ -132,7 +132,7 @@ class Handlers:
         self.lock = threading.RLock()
         self._receive = receive
         # Lists are replaced, not changed: another thread may be iterating over them.
-        self._inboxes: list[_Inbox] = []
+        self._inboxes: list[_MessageStream] = []
         self._when_done: list[tuple[Request | Event, Callable[[], None]]] = []
         self._looks: list[Callable[[], None]] = []
 
@@ -141,7 +141,7 @@ class Handlers:
     ) -> None:
         """Call ``handler`` for each message with a tag; post ``depth`` receives for each source."""
         for source in sources:
-            inbox = _Inbox(source, tag, handler)
+            inbox = _MessageStream(source, tag, handler)
             for _ in range(depth):
                 self._post(inbox, torch.empty(nbytes, dtype=torch.uint8))
             self._inboxes = [*self._inboxes, inbox]
@@ -181,10 +181,10 @@ class Handlers:
         for look in self._looks:
             look()
 
-    def _post(self, inbox: _Inbox, buffer: Tensor) -> None:
+    def _post(self, inbox: _MessageStream, buffer: Tensor) -> None:
         inbox.posted.append(self._receive(buffer, inbox.source, inbox.tag))
 
-    def _dispatch(self, inbox: _Inbox) -> None:
+    def _dispatch(self, inbox: _MessageStream) -> None:
         with self.lock:
             while not inbox.dropped and inbox.posted and inbox.posted[0].done:
                 request = inbox.posted.popleft()
