@@ -48,7 +48,6 @@ class ArSgdWorker(TrainingWorker):
             self.surviving = SurvivingSums(
                 options.allreduce,
                 self.transport,
-                self.layout,
                 worker.replica.new_vector,
                 wire.dtype,
             )

@@ -44,9 +44,7 @@ class LocalSgdWorker(TrainingWorker):
         dtype = wire.plain.dtype
         if self.transport.survives and options.allreduce in FAULT_TOLERANT_ALLREDUCES:
             new_vector = worker.replica.new_vector
-            self.all_reduce = SurvivingSums(
-                options.allreduce, self.transport, self.layout, new_vector, dtype
-            )
+            self.all_reduce = SurvivingSums(options.allreduce, self.transport, new_vector, dtype)
         else:
             self.all_reduce = choose.make(options.allreduce, self.transport, self.g.device, dtype)
 

@@ -24,7 +24,7 @@ from aladdin_mpi.allreduce.base import AllReduce, PendingSum
 from aladdin_mpi.allreduce.messages import DirectAllReduce, RingAllReduce
 from aladdin_mpi.control.tags import COORDINATOR, Tag, of_generation
 from aladdin_mpi.errors import PeerFailedError
-from aladdin_mpi.flat.layout import Bucket, Layout
+from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.flat.vectors import copy
 from aladdin_mpi.transport.base import Transport, wait_ended
 from aladdin_mpi.transport.group import PartOfRanks
@@ -48,6 +48,11 @@ class _StartedSum(NamedTuple):
     pending: PendingSum | None
 
 
+def _in_order(started: Sequence[_StartedSum]) -> list[Bucket]:
+    """Return the buckets of a step's sums in the order of the flat vector."""
+    return sorted((each.bucket for each in started), key=lambda bucket: bucket.start)
+
+
 class _Agreement(NamedTuple):
     """``steps`` completed by each rank; ``all_end``: all ranks are at the end of the segment."""
 
@@ -66,13 +71,11 @@ class SurvivingSums:
         self,
         name: str,
         transport: Transport,
-        layout: Layout,
         new_vector: Callable[[], Tensor],
         wire_dtype: torch.dtype,
     ) -> None:
         self._name = name
         self._transport = transport
-        self._layout = layout
         self._wire_dtype = wire_dtype
         # Two, since a rank may request the sums of the last step during the next one.
         self._totals = [new_vector(), new_vector()]
@@ -81,6 +84,8 @@ class SurvivingSums:
         self._generation = 0
         self._steps = 0
         self._started: list[_StartedSum] = []
+        self._last: list[Bucket] = []
+        """The buckets of the last complete step, in order."""
         self._is_broken = False
         self._all_reduce = self._make()
         transport.on_failure(self._lose)
@@ -96,7 +101,7 @@ class SurvivingSums:
 
     def describe(self) -> str:
         """Return a short description of the method."""
-        return f"{self._all_reduce.describe()}; among those that live if workers die"
+        return f"{self._all_reduce.describe()}; surviving ranks continue if others fail"
 
     def close(self) -> None:
         """Close the all-reduce in use."""
@@ -130,6 +135,7 @@ class SurvivingSums:
         for bucket, values in summed:
             copy(values, bucket.of(totals))
         self._steps += 1
+        self._last = _in_order(self._started)
         self._started.clear()
         return Sums(summed, ranks)
 
@@ -227,7 +233,7 @@ class SurvivingSums:
             return
         last = self._totals[(self._steps - 1) % 2]
         lacking = [rank for rank in self._members if agreement.steps[rank] < most]
-        for bucket in self._layout.buckets:
+        for bucket in self._last:
             values = bucket.of(last)
             if not values.is_meta:
                 values = values.cpu()
@@ -242,7 +248,7 @@ class SurvivingSums:
         """
         holder = agreement.steps.index(max(agreement.steps))
         totals = self._totals[self._steps % 2]
-        for bucket in self._layout.buckets:
+        for bucket in _in_order(self._started):
             total = bucket.of(totals)
             data = total if total.is_cpu or total.is_meta else torch.empty_like(total, device="cpu")
             self._transport.wait(self._transport.irecv(data, holder, Tag.SUMS))

@@ -26,7 +26,13 @@ from pydantic import (
 )
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.options.general import QUANTISED_BITS, GeneralOptions, PositiveShare, Share
+from aladdin_mpi.options.general import (
+    QUANTISED_BITS,
+    Fraction,
+    GeneralOptions,
+    PositiveShare,
+    Share,
+)
 from aladdin_mpi.options.reader import option
 
 ENTRY_POINTS = "aladdin_mpi.algorithms"
@@ -493,6 +499,67 @@ LOCAL_SGD = Algorithm(
     holder="all",
     needs_all=lambda run: own(run, LocalSgdOptions).allreduce not in FAULT_TOLERANT_ALLREDUCES,
     collective=True,
+)
+
+
+class DilocoOptions(OwnOptions):
+    """For --algorithm diloco (Douillard et al., 2023; with fragments Streaming DiLoCo, 2025)."""
+
+    steps: PositiveInt = option(30, "inner steps of a worker between two outer steps", "STEPS")
+    outer_lr: PositiveFloat = option(
+        0.7, "learning rate of the outer optimizer", "RATE", details="1 with momentum 0: local SGD"
+    )
+    outer_momentum: Fraction = option(0.9, "Nesterov momentum of the outer optimizer", "FACTOR")
+    fragments: PositiveInt = option(
+        1,
+        "parts of the model, of equal bytes, that are synchronised in turn",
+        "FRAGMENTS",
+        details="each once in --diloco-steps, which must be a multiple of it",
+    )
+    overlap: NonNegativeInt = option(
+        0,
+        "steps that workers continue while a fragment is summed",
+        "STEPS",
+        details="at most the steps between two fragments",
+    )
+    blend: Share = option(
+        0.0,
+        "weight of a worker's own fragment when it receives the global one",
+        "WEIGHT",
+        details="0: replaced by the global one",
+    )
+    allreduce: Allreduce = option("auto", "all-reduce implementation, as --ar-sgd-allreduce")
+
+
+def _check_fragments(run: GeneralOptions) -> None:
+    """Check that fragments divide the steps, and that one is summed at a time."""
+    options = own(run, DilocoOptions)
+    steps, number = options.steps, options.fragments
+    if steps % number:
+        below, above = steps // number * number, -(-steps // number) * number
+        near = f"{below} or {above}" if below else f"{above}"
+        raise UserError(
+            f"--diloco-steps {steps} must be a multiple of --diloco-fragments {number}. Use "
+            f"--diloco-steps {near}."
+        )
+    if options.overlap > steps // number:
+        raise UserError(
+            f"--diloco-overlap {options.overlap} requires as many steps between two fragments, "
+            f"which are {steps // number} with --diloco-steps {steps} and --diloco-fragments "
+            f"{number}. Use --diloco-overlap {steps // number} or less."
+        )
+
+
+DILOCO = Algorithm(
+    "diloco",
+    DilocoOptions,
+    node_sums=True,
+    lockstep=True,
+    holder="first",
+    needs_all=lambda run: own(run, DilocoOptions).allreduce not in FAULT_TOLERANT_ALLREDUCES,
+    collective=True,
+    check=_check_fragments,
+    on_resize="the outer momentum is kept",
 )
 
 

@@ -33,6 +33,8 @@ SURVIVORS = [
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in SURVIVORS},
     "osgp push-first": ("osgp", {"osgp": {"order": "push-first"}}),
+    "diloco fragments": ("diloco", {"diloco": {"steps": 6, "fragments": 3, "overlap": 1}}),
+    "diloco overlap": ("diloco", {"diloco": {"steps": 4, "fragments": 2, "overlap": 2}}),
 }
 LR = 0.05
 SILENCE = 8.5
@@ -82,22 +84,25 @@ def test_surviving_workers_use_up_the_sample_budget(variant: str, seed: int) -> 
 
 
 @pytest.mark.parametrize(("by", "wire"), [("ring", "fp32"), ("mpi", "fp32"), ("auto", "bf16")])
-@pytest.mark.parametrize("algorithm", ["ar-sgd", "local-sgd"])
+@pytest.mark.parametrize(
+    "variant", ["ar-sgd", "local-sgd", "diloco", "diloco fragments", "diloco overlap"]
+)
 def test_surviving_all_reduce_workers_stay_bit_identical(
-    monkeypatch: pytest.MonkeyPatch, algorithm: str, by: str, wire: str
+    monkeypatch: pytest.MonkeyPatch, variant: str, by: str, wire: str
 ) -> None:
     """A worker that lacks sums of a step gets them from another, or all repeat the all-reduce."""
     seen = Counter[str]()
     for name in ("_receive_sums", "_restart"):
         count_calls(monkeypatch, SurvivingSums, name, seen)
     for seed in range(2 * SCHEDULES):
-        job = schedule(algorithm, seed)
+        job = schedule(variant, seed)
         job.settings["wire"] = wire
-        job.settings[algorithm.replace("-", "_")] = {"allreduce": by}
+        group = job.kind.group
+        job.settings[group] = {**job.settings.get(group, {}), "allreduce": by}
         models = [model_of(rank.role, job) for rank in run(job).workers]
         assert all(torch.equal(model, models[0]) for model in models), seed
     assert seen["_restart"]
-    if (algorithm, by) == ("ar-sgd", "mpi"):  # with others a single worker seldom has them
+    if (variant, by) == ("ar-sgd", "mpi"):  # with others a single worker seldom has them
         assert seen["_receive_sums"]
 
 

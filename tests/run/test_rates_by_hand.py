@@ -41,7 +41,16 @@ CASES: list[Case] = [
 MORE_CASES: list[Case] = [
     (algorithm, wait_free)
     # With two ranks, each of their workers makes the same number of steps.
-    for algorithm in (*USED_IN_BACKWARD, "adsp", "ar-sgd", "ashl", "local-sgd", "osgp", "sgp")
+    for algorithm in (
+        *USED_IN_BACKWARD,
+        "adsp",
+        "ar-sgd",
+        "ashl",
+        "diloco",
+        "local-sgd",
+        "osgp",
+        "sgp",
+    )
     for wait_free in (True, False)
     if (algorithm, wait_free) not in CASES
 ]

@@ -40,6 +40,7 @@ SYNCHRONOUS: dict[str, tuple[str, dict[str, Any]]] = {
     "ar-sgd": ("ar-sgd", {}),
     "ar-sgd clipped": ("ar-sgd", {"clip": 1e9}),
     "local-sgd": ("local-sgd", {"local_sgd": {"steps": 1}}),
+    "diloco": ("diloco", {"diloco": {"steps": 1, "outer_lr": 1.0, "outer_momentum": 0.0}}),
 }
 AT_SERVERS: dict[str, dict[str, Any]] = {
     "aladdin": {},
@@ -279,7 +280,7 @@ def test_peer_to_peer_step_keeps_its_size_after_failures(
 
 # -- in the next group --------------------------------------------------------------------
 IN_NEW_GROUP = [
-    *("bsp", "ar-sgd", "local-sgd", "sgp", "osgp", "multistep"),
+    *("bsp", "ar-sgd", "local-sgd", "diloco", "sgp", "osgp", "multistep"),
     *("asp", "ssp", "shat", "gosgd", "ad-psgd"),
 ]
 

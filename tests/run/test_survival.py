@@ -55,6 +55,10 @@ def outlive(
         pytest.param("gosgd", 3, [2], [], marks=pytest.mark.long),
         pytest.param("ar-sgd", 4, [2], [], marks=pytest.mark.long),
         pytest.param("local-sgd", 4, [1, 3], [], marks=pytest.mark.long),
+        pytest.param(
+            *("diloco", 4, [1, 3], ["--diloco-steps", 4, "--diloco-fragments", 2]),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_surviving_ranks_continue_training(

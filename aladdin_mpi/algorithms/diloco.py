@@ -1,0 +1,217 @@
+"""DiLoCo: workers train by themselves, and an outer optimizer steps along their mean progress.
+
+Douillard et al., arXiv 2311.08105. After H steps of each worker's inner optimizer, with Theta the
+global model, eps the outer rate and beta the outer momentum::
+
+    Delta <- 1/n sum_i (x_i - Theta)
+    u     <- beta u + Delta
+    Theta <- Theta + eps (Delta + beta u)          # Nesterov, as torch.optim.SGD(nesterov=True)
+    x_i   <- Theta                                 # the inner optimizer keeps its state
+
+Streaming DiLoCo (Douillard, Donchev et al., arXiv 2501.18512, Algorithm 2) divides the model into
+P fragments of equal bytes. One of them is due every H/P steps; its sum is received ``overlap``
+steps later, while the workers continue, and ``x <- blend x + (1 - blend) Theta``.
+
+When a segment ends (at a checkpoint, and at the end of the run), the progress since the last outer
+step is averaged without the outer optimizer, ``Theta <- Theta + Delta``, and u stays as it is:
+Nesterov's momentum would otherwise be applied once more for a few steps only. With eps = 1 and
+beta = 0 this is local SGD, bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor
+
+from aladdin_mpi.algorithms.registry import register
+from aladdin_mpi.allreduce import choose
+from aladdin_mpi.allreduce.base import AllReduce, PendingSum
+from aladdin_mpi.allreduce.surviving import Sums, SurvivingSums
+from aladdin_mpi.codec.base import GradientCodec
+from aladdin_mpi.flat.layout import Bucket, Layout
+from aladdin_mpi.flat.state import FIRST, MergedState, saved
+from aladdin_mpi.flat.vectors import add, copy, scale
+from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.options.algorithms import (
+    DILOCO,
+    FAULT_TOLERANT_ALLREDUCES,
+    DilocoOptions,
+    own,
+)
+from aladdin_mpi.worker.role import TrainingWorker
+from aladdin_mpi.worker.worker import Worker
+
+
+def fragments(layout: Layout, number: int) -> list[list[Bucket]]:
+    """Return ``number`` fragments of equal bytes, each a list of parts of the layout's buckets.
+
+    Every value is in exactly one part. A part may begin or end within a tensor.
+    """
+    ends = [layout.numel * k // number for k in range(number + 1)]
+    parts: list[list[Bucket]] = []
+    index = 0
+    for start, stop in pairwise(ends):
+        inside = [b for b in layout.buckets if b.start < stop and start < b.stop]
+        parts.append([])
+        for bucket in inside:
+            first, last = max(start, bucket.start), min(stop, bucket.stop)
+            parts[-1].append(Bucket(index, first, last, bucket.server))
+            index += 1
+    return parts
+
+
+@dataclass
+class _Exchange:
+    """A fragment's sum in progress, started after ``step`` steps of the segment."""
+
+    step: int
+    parts: list[Bucket]
+    pending: list[PendingSum]
+    """Empty if :class:`SurvivingSums` has the sums."""
+
+
+class DilocoWorker(TrainingWorker):
+    """``theta`` is the global model: between segments it is the model of every worker."""
+
+    SAVED = TrainingWorker.SAVED | saved("u", merge=FIRST)
+
+    def __init__(
+        self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: DilocoOptions
+    ) -> None:
+        super().__init__(worker, optimizer)
+        self.options = options
+        new_vector = worker.replica.new_vector
+        self.g = new_vector()
+        self.theta = new_vector()
+        copy(self.theta, self.x)
+        self.u = new_vector() if options.outer_momentum else None
+        self.progress = new_vector() if options.overlap else self.g  # g is free between steps
+        self.fragments = fragments(self.layout, options.fragments)
+        self.exchange: _Exchange | None = None
+        self.all_reduce: AllReduce | SurvivingSums
+        dtype = wire.plain.dtype
+        if self.transport.survives and options.allreduce in FAULT_TOLERANT_ALLREDUCES:
+            self.all_reduce = SurvivingSums(options.allreduce, self.transport, new_vector, dtype)
+        else:
+            self.all_reduce = choose.make(options.allreduce, self.transport, self.g.device, dtype)
+
+    def run(self) -> None:
+        """Train until the segment's samples are used up; then all models are equal."""
+        copy(self.theta, self.x)
+        steps = 0
+        for _ in self.worker.batches():
+            self.descend(self.worker.lr, self.g)
+            steps += 1
+            self._synchronise(steps)
+        if steps and not self._is_equal(steps):  # the same on every worker
+            self._finish_segment()
+        if isinstance(self.all_reduce, SurvivingSums):
+            self.all_reduce.settle()
+
+    def _synchronise(self, step: int) -> None:
+        """Apply the sum that is due after ``step`` steps, and start the next fragment's."""
+        options = self.options
+        if self.exchange is not None and step == self.exchange.step + options.overlap:
+            self._apply(self._sums())
+        turn, rest = divmod(step, options.steps // options.fragments)
+        if rest == 0:
+            self._start(self.fragments[(turn - 1) % options.fragments], step)
+            if not options.overlap:
+                self._apply(self._sums())
+
+    def _start(self, parts: list[Bucket], step: int) -> None:
+        """Start summing the workers' progress in ``parts``, the same on every worker."""
+        pending = []
+        for part in parts:
+            progress = part.of(self.progress)
+            copy(progress, part.of(self.x))
+            add(progress, part.of(self.theta), alpha=-1.0)
+            if isinstance(self.all_reduce, SurvivingSums):
+                self.all_reduce.start(progress, part)
+            else:
+                pending.append(self.all_reduce.start(progress, part.index))
+        self.exchange = _Exchange(step, parts, pending)
+
+    def _sums(self) -> Sums:
+        """Wait for the sums in progress, and return them with the ranks whose models they hold."""
+        exchange, self.exchange = self.exchange, None
+        assert exchange is not None
+        if isinstance(self.all_reduce, SurvivingSums):
+            return self.all_reduce.finish()
+        totals = [pending.wait() for pending in exchange.pending]
+        return Sums(list(zip(exchange.parts, totals, strict=True)), range(self.n))
+
+    def _apply(self, sums: Sums) -> None:
+        """Make the outer step, and blend the global model into this worker's."""
+        blend = self.options.blend
+        for part, total in sums.totals:
+            self._outer_step(part, total, 1 / len(sums.ranks))
+        for part, _ in sums.totals:
+            x, theta = part.of(self.x), part.of(self.theta)
+            if blend:
+                scale(x, blend)
+                add(x, theta, alpha=1.0 - blend)
+            else:
+                copy(x, theta)
+        self.worker.project(self.x)
+
+    def _outer_step(self, part: Bucket, total: Tensor, share: float) -> None:
+        """Step along ``share * total``, the mean progress of the workers."""
+        rate, momentum = self.options.outer_lr, self.options.outer_momentum
+        theta = part.of(self.theta)
+        if self.u is not None:
+            u = part.of(self.u)
+            scale(u, momentum)
+            add(u, total, alpha=share)
+            add(theta, u, alpha=rate * momentum)
+        add(theta, total, alpha=rate * share)
+
+    def _is_equal(self, step: int) -> bool:
+        """Return whether the outer step just made has made all models equal."""
+        options = self.options
+        is_whole = options.fragments == 1 and not options.overlap and not options.blend
+        return is_whole and step % options.steps == 0
+
+    def _finish_segment(self) -> None:
+        """Complete the sum in progress, and average the progress since the last outer steps."""
+        if self.exchange is not None:
+            self._apply(self._sums())
+        self._start([part for parts in self.fragments for part in parts], 0)
+        sums = self._sums()
+        for part, total in sums.totals:
+            add(part.of(self.theta), total, alpha=1 / len(sums.ranks))
+        copy(self.x, self.theta)
+
+    def part(self, bucket: Bucket) -> Tensor:
+        """Return a bucket of the global model, which is the same on all workers."""
+        return bucket.of(self.theta)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state; between segments the global model is every worker's."""
+        super().load_state_dict(state)
+        copy(self.theta, self.x)
+
+    def resize(self, merged: MergedState) -> None:
+        """Start from the global model."""
+        super().resize(merged)
+        copy(self.theta, self.x)
+
+    def close(self) -> None:
+        """Close the worker and the all-reduce library."""
+        super().close()
+        self.all_reduce.close()
+
+    def describe(self) -> str:
+        """Return the name of the all-reduce library."""
+        return f"all-reduce: {self.all_reduce.describe()}"
+
+
+register(
+    DILOCO,
+    worker=lambda worker, optimizer, wire, run: DilocoWorker(
+        worker, optimizer, wire, own(run, DilocoOptions)
+    ),
+)
