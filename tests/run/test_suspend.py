@@ -189,7 +189,7 @@ def decision(run_dir: Path | None, **changes: object) -> str:
 def test_auto_resume_starts_a_run_in_a_new_folder(tmp_path: Path) -> None:
     assert decision(tmp_path / "new") == "start"
     assert decision(tmp_path) == "start"
-    assert decision(tmp_path, resume=None) == "as asked"
+    assert decision(tmp_path, resume=None) == "as requested"
 
 
 def test_auto_resume_continues_or_completes_an_existing_run(
