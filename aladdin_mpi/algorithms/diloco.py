@@ -20,16 +20,13 @@ beta = 0 this is local SGD, bit for bit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
 
 from aladdin_mpi.algorithms.registry import register
-from aladdin_mpi.allreduce import choose
-from aladdin_mpi.allreduce.base import AllReduce, PendingSum
-from aladdin_mpi.allreduce.surviving import Sums, SurvivingSums
+from aladdin_mpi.allreduce.surviving import make_sums
 from aladdin_mpi.codec.base import GradientCodec
 from aladdin_mpi.flat.layout import Bucket, Layout
 from aladdin_mpi.flat.state import FIRST, MergedState, saved
@@ -37,7 +34,6 @@ from aladdin_mpi.flat.vectors import add, copy, scale
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.options.algorithms import (
     DILOCO,
-    FAULT_TOLERANT_ALLREDUCES,
     DilocoOptions,
     own,
 )
@@ -63,16 +59,6 @@ def fragments(layout: Layout, number: int) -> list[list[Bucket]]:
     return parts
 
 
-@dataclass
-class _Exchange:
-    """A fragment's sum in progress, started after ``step`` steps of the segment."""
-
-    step: int
-    parts: list[Bucket]
-    pending: list[PendingSum]
-    """Empty if :class:`SurvivingSums` has the sums."""
-
-
 class DilocoWorker(TrainingWorker):
     """``theta`` is the global model: between segments it is the model of every worker."""
 
@@ -90,13 +76,11 @@ class DilocoWorker(TrainingWorker):
         self.u = new_vector() if options.outer_momentum else None
         self.progress = new_vector() if options.overlap else self.g  # g is free between steps
         self.fragments = fragments(self.layout, options.fragments)
-        self.exchange: _Exchange | None = None
-        self.all_reduce: AllReduce | SurvivingSums
-        dtype = wire.plain.dtype
-        if self.transport.survives and options.allreduce in FAULT_TOLERANT_ALLREDUCES:
-            self.all_reduce = SurvivingSums(options.allreduce, self.transport, new_vector, dtype)
-        else:
-            self.all_reduce = choose.make(options.allreduce, self.transport, self.g.device, dtype)
+        self.sent_after: int | None = None
+        """Steps of the segment after which the sum in progress was started; None without one."""
+        self.sums = make_sums(
+            options.allreduce, self.transport, new_vector, self.g.device, wire.plain.dtype
+        )
 
     def run(self) -> None:
         """Train until the segment's samples are used up; then all models are equal."""
@@ -108,44 +92,31 @@ class DilocoWorker(TrainingWorker):
             self._synchronise(steps)
         if steps and not self._is_equal(steps):  # the same on every worker
             self._finish_segment()
-        if isinstance(self.all_reduce, SurvivingSums):
-            self.all_reduce.settle()
+        self.sums.settle()
 
     def _synchronise(self, step: int) -> None:
         """Apply the sum that is due after ``step`` steps, and start the next fragment's."""
         options = self.options
-        if self.exchange is not None and step == self.exchange.step + options.overlap:
-            self._apply(self._sums())
+        if self.sent_after is not None and step == self.sent_after + options.overlap:
+            self._apply()
         turn, rest = divmod(step, options.steps // options.fragments)
         if rest == 0:
-            self._start(self.fragments[(turn - 1) % options.fragments], step)
+            self._start(self.fragments[(turn - 1) % options.fragments])
+            self.sent_after = step
             if not options.overlap:
-                self._apply(self._sums())
+                self._apply()
 
-    def _start(self, parts: list[Bucket], step: int) -> None:
+    def _start(self, parts: list[Bucket]) -> None:
         """Start summing the workers' progress in ``parts``, the same on every worker."""
-        pending = []
         for part in parts:
             progress = part.of(self.progress)
             copy(progress, part.of(self.x))
             add(progress, part.of(self.theta), alpha=-1.0)
-            if isinstance(self.all_reduce, SurvivingSums):
-                self.all_reduce.start(progress, part)
-            else:
-                pending.append(self.all_reduce.start(progress, part.index))
-        self.exchange = _Exchange(step, parts, pending)
+            self.sums.start(progress, part)
 
-    def _sums(self) -> Sums:
-        """Wait for the sums in progress, and return them with the ranks whose models they hold."""
-        exchange, self.exchange = self.exchange, None
-        assert exchange is not None
-        if isinstance(self.all_reduce, SurvivingSums):
-            return self.all_reduce.finish()
-        totals = [pending.wait() for pending in exchange.pending]
-        return Sums(list(zip(exchange.parts, totals, strict=True)), range(self.n))
-
-    def _apply(self, sums: Sums) -> None:
-        """Make the outer step, and blend the global model into this worker's."""
+    def _apply(self) -> None:
+        """Wait for the sum, make the outer step, and blend the global model into this worker's."""
+        sums, self.sent_after = self.sums.finish(), None
         blend = self.options.blend
         for part, total in sums.totals:
             self._outer_step(part, total, 1 / len(sums.ranks))
@@ -177,10 +148,10 @@ class DilocoWorker(TrainingWorker):
 
     def _finish_segment(self) -> None:
         """Complete the sum in progress, and average the progress since the last outer steps."""
-        if self.exchange is not None:
-            self._apply(self._sums())
-        self._start([part for parts in self.fragments for part in parts], 0)
-        sums = self._sums()
+        if self.sent_after is not None:
+            self._apply()
+        self._start([part for parts in self.fragments for part in parts])
+        sums = self.sums.finish()
         for part, total in sums.totals:
             add(part.of(self.theta), total, alpha=1 / len(sums.ranks))
         copy(self.x, self.theta)
@@ -202,11 +173,11 @@ class DilocoWorker(TrainingWorker):
     def close(self) -> None:
         """Close the worker and the all-reduce library."""
         super().close()
-        self.all_reduce.close()
+        self.sums.close()
 
     def describe(self) -> str:
         """Return the name of the all-reduce library."""
-        return f"all-reduce: {self.all_reduce.describe()}"
+        return f"all-reduce: {self.sums.describe()}"
 
 
 register(

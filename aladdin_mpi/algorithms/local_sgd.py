@@ -11,21 +11,12 @@ that is smaller than the last digit of a parameter.
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from aladdin_mpi.algorithms.registry import register
-from aladdin_mpi.allreduce import choose
-from aladdin_mpi.allreduce.base import AllReduce
-from aladdin_mpi.allreduce.surviving import Sums, SurvivingSums
+from aladdin_mpi.allreduce.surviving import make_sums
 from aladdin_mpi.codec.base import GradientCodec
 from aladdin_mpi.flat.vectors import add, copy
 from aladdin_mpi.optimizers.base import Optimizer
-from aladdin_mpi.options.algorithms import (
-    FAULT_TOLERANT_ALLREDUCES,
-    LOCAL_SGD,
-    LocalSgdOptions,
-    own,
-)
+from aladdin_mpi.options.algorithms import LOCAL_SGD, LocalSgdOptions, own
 from aladdin_mpi.worker.role import TrainingWorker
 from aladdin_mpi.worker.worker import Worker
 
@@ -40,13 +31,13 @@ class LocalSgdWorker(TrainingWorker):
         self.options = options
         self.g = worker.replica.new_vector()
         self.base = worker.replica.new_vector()
-        self.all_reduce: AllReduce | SurvivingSums
-        dtype = wire.plain.dtype
-        if self.transport.survives and options.allreduce in FAULT_TOLERANT_ALLREDUCES:
-            new_vector = worker.replica.new_vector
-            self.all_reduce = SurvivingSums(options.allreduce, self.transport, new_vector, dtype)
-        else:
-            self.all_reduce = choose.make(options.allreduce, self.transport, self.g.device, dtype)
+        self.sums = make_sums(
+            options.allreduce,
+            self.transport,
+            worker.replica.new_vector,
+            self.g.device,
+            wire.plain.dtype,
+        )
 
     def run(self) -> None:
         """Train until the segment's samples are used up; then all models are equal."""
@@ -60,8 +51,7 @@ class LocalSgdWorker(TrainingWorker):
                 steps = 0
         if steps:  # the same number on every worker: all take part
             self.average()
-        if isinstance(self.all_reduce, SurvivingSums):
-            self.all_reduce.settle()
+        self.sums.settle()
 
     @property
     def local_steps(self) -> int:
@@ -73,30 +63,21 @@ class LocalSgdWorker(TrainingWorker):
         moved = self.g  # the gradient is no longer needed
         copy(moved, self.x)
         add(moved, self.base, alpha=-1.0)
-        totals, ranks = self._summed(moved)
+        for bucket in self.layout.buckets:
+            self.sums.start(bucket.of(moved), bucket)
+        totals, ranks = self.sums.finish()
         for bucket, total in totals:
             add(bucket.of(self.base), total, alpha=1 / len(ranks))
         copy(self.x, self.base)
 
-    def _summed(self, moved: Tensor) -> Sums:
-        """Return the sums of all buckets, and the ranks whose models are in them."""
-        buckets, sums = self.layout.buckets, self.all_reduce
-        if isinstance(sums, SurvivingSums):
-            for bucket in buckets:
-                sums.start(bucket.of(moved), bucket)
-            return sums.finish()
-        pending_sums = [sums.start(bucket.of(moved), bucket.index) for bucket in buckets]
-        totals = [(b, pending.wait()) for b, pending in zip(buckets, pending_sums, strict=True)]
-        return Sums(totals, range(self.n))
-
     def close(self) -> None:
         """Close the worker and the all-reduce library."""
         super().close()
-        self.all_reduce.close()
+        self.sums.close()
 
     def describe(self) -> str:
         """Return the name of the all-reduce library."""
-        return f"all-reduce: {self.all_reduce.describe()}"
+        return f"all-reduce: {self.sums.describe()}"
 
 
 register(

@@ -26,6 +26,7 @@ from aladdin_mpi.control.tags import COORDINATOR, Tag, of_generation
 from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.flat.vectors import copy
+from aladdin_mpi.options.algorithms import FAULT_TOLERANT_ALLREDUCES
 from aladdin_mpi.transport.base import Transport, wait_ended
 from aladdin_mpi.transport.group import PartOfRanks
 
@@ -254,3 +255,51 @@ class SurvivingSums:
             self._transport.wait(self._transport.irecv(data, holder, Tag.SUMS))
             if data is not total:
                 copy(total, data)
+
+
+class PlainSums:
+    """The sums of one step after another over all ranks; the failure of any rank ends them."""
+
+    def __init__(self, all_reduce: AllReduce, ranks: int) -> None:
+        self._all_reduce = all_reduce
+        self._ranks = range(ranks)
+        self._started: list[tuple[Bucket, PendingSum]] = []
+
+    def start(self, values: Tensor, bucket: Bucket) -> None:
+        """Start summing ``values``, which must not change before :meth:`finish` returns."""
+        self._started.append((bucket, self._all_reduce.start(values, bucket.index)))
+
+    def finish(self) -> Sums:
+        """Wait for the step's sums."""
+        totals = [(bucket, pending.wait()) for bucket, pending in self._started]
+        self._started.clear()
+        return Sums(totals, self._ranks)
+
+    def settle(self) -> None:
+        """End the segment; no rank needs another's sums."""
+        return
+
+    def describe(self) -> str:
+        """Return the description of the all-reduce."""
+        return self._all_reduce.describe()
+
+    def close(self) -> None:
+        """Close the all-reduce."""
+        self._all_reduce.close()
+
+
+def make_sums(
+    name: str,
+    transport: Transport,
+    new_vector: Callable[[], Tensor],
+    device: torch.device,
+    wire_dtype: torch.dtype,
+) -> SurvivingSums | PlainSums:
+    """Return sums that tolerate failures, if the transport and the all-reduce ``name`` do.
+
+    ``device`` is that of the summed vectors; the other arguments are those of
+    :class:`SurvivingSums`.
+    """
+    if transport.survives and name in FAULT_TOLERANT_ALLREDUCES:
+        return SurvivingSums(name, transport, new_vector, wire_dtype)
+    return PlainSums(choose.make(name, transport, device, wire_dtype), transport.size)
