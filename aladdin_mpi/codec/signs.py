@@ -51,7 +51,7 @@ TOLERANCE = 0.5
 """Largest relative deviation from the share before a threshold is computed exactly."""
 SLACK = 8
 """Number of values by which a span may deviate further."""
-SMALLEST = 7
+SMALLEST = 6
 """Smallest number of values whose longest message is shorter than they are."""
 HEADER = 3
 """Words of a piece's header."""
