@@ -24,14 +24,14 @@ Coding" (IPN Progress Report 42-159, 2004).
 A span with values that are not finite has an infinite scale. So does one whose magnitudes exceed
 fp32 in sum, which are beyond those of any training.
 
-Operations run piece by piece, so that all memory passes but the first hit the cache. Encoding
-takes up to 9 MB of temporary memory besides ``scratch``, whatever the length; decoding 11 MB.
+Operations run piece by piece, so that all memory passes but the first hit the cache. They take up
+to 32 bytes of temporary memory for each value of a piece, thus at most 8 MB, besides ``scratch``.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
-from math import ceil, floor, inf, log, log1p, log2, sqrt
+from math import ceil, expm1, floor, inf, log, log1p, log2, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -78,8 +78,8 @@ def expected_length(numel: int, share: float) -> int:
         k = _rice_parameter(number, piece.size)
         unary = 0.0
         if number < piece.size:
-            # A gap is geometric: its mean unary length is that of one with steps of 2^k.
-            unary = number / -np.expm1(2**k * log1p(-number / piece.size)) if k else piece.size
+            # Gaps are geometric, and so are their upper bits.
+            unary = number / -expm1(2**k * log1p(-number / piece.size))
         length += _words(number, number * k, ceil(unary))
     return min(length, longest_message(numel))
 
@@ -233,7 +233,7 @@ def _choose(magnitudes: Tensor, share: float, chosen: Tensor) -> Tensor:
     """
     width = magnitudes.shape[1]
     # Odd, so that a sample does not fall into few columns of a matrix.
-    stride = max(1, width // SAMPLE - 1)
+    stride = max(1, (width // SAMPLE - 1) | 1)
     thresholds = _thresholds(magnitudes[:, ::stride], share)
     counts = torch.ge(magnitudes, thresholds, out=chosen).sum(1)
     if stride == 1:
@@ -306,7 +306,7 @@ def _position_bits(positions: Tensor, mask: Tensor, k: int) -> list[Tensor]:
     if not k:
         return [mask] if number else []
     gaps = torch.diff(positions, prepend=positions.new_full((1,), -1)).sub_(1)
-    low = (gaps >> _planes(k, gaps.device)) & 1
+    low = (gaps.int() >> _planes(k, gaps.device)).bitwise_and_(1)
     ends = (gaps >> k).add_(1).cumsum(0).sub_(1)
     unary = mask.new_zeros(int(ends[-1]) + 1).index_fill_(0, ends, True)
     return [low.view(-1).bool(), unary]
@@ -320,9 +320,9 @@ def _read_positions(body: Tensor, number: int, k: int, unary: int) -> Tensor:
     if not k:
         return ends
     planes = _unpack(body[first:], number * k).view(k, number)
-    low = (planes.long() << _planes(k, body.device)).sum(0)
+    low = planes.int().bitwise_left_shift_(_planes(k, body.device)).sum(0)
     # The sum of all gaps up to each position, of which the unary part counts 2^k.
-    gaps = (ends - torch.arange(number, device=body.device)) << k
+    gaps = ends.sub_(torch.arange(number, device=body.device)).bitwise_left_shift_(k)
     return low.add_(1).cumsum(0).add_(gaps).sub_(1)
 
 
@@ -334,7 +334,7 @@ def _rice_parameter(number: int, size: int) -> int:
 
 
 def _planes(k: int, device: torch.device) -> Tensor:
-    return torch.arange(k, device=device).unsqueeze(1)
+    return torch.arange(k, dtype=torch.int32, device=device).unsqueeze(1)
 
 
 def _on_host(x: Tensor) -> bool:
