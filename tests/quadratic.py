@@ -140,9 +140,12 @@ class SlowServer(ParameterServer):
     seconds = 0.0
 
     def gradients(
-        self, on_end: Callable[[int], None] | None = None, look: bool = True
+        self,
+        on_end: Callable[[int], None] | None = None,
+        look: bool = True,
+        at_end: Callable[[], None] | None = None,
     ) -> Iterator[ReceivedBucket]:
-        for arrival in super().gradients(on_end, look):
+        for arrival in super().gradients(on_end, look, at_end):
             if self.seconds:
                 self.transport.sleep(self.seconds)
             yield arrival

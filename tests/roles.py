@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from aladdin_mpi.algorithms.registry import implementation
-from aladdin_mpi.codec.quantised import make_codec
 from aladdin_mpi.control.budget import Budget, SampleLease, WorkerReport
 from aladdin_mpi.control.exchange import barrier
 from aladdin_mpi.control.refusals import NBYTES, Refusal
@@ -26,7 +25,13 @@ from aladdin_mpi.flat.replica import Replica
 from aladdin_mpi.options.algorithms import Algorithm, find_algorithm
 from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.options.run import RunOptions
-from aladdin_mpi.session.building import Computing, make_server, make_worker, momentum_sgd
+from aladdin_mpi.session.building import (
+    Computing,
+    make_server,
+    make_wire,
+    make_worker,
+    momentum_sgd,
+)
 from aladdin_mpi.session.context import Context
 from aladdin_mpi.transport.base import Traffic, Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
@@ -192,7 +197,7 @@ def run_rank(job: Job, transport: Transport) -> RankResult:
     x, options = replica.parameters, job.options
     context = Context(transport, options, job.kind, module, replica, job.layout)
     sgd = momentum_sgd(options, x)
-    wire = make_codec(job.kind.wire(options), job.layout, x.device)
+    wire = make_wire(context, sgd, job.samples)
     leases: list[SampleLease] = []
     reports: list[tuple[int, WorkerReport]] = []
     role: Role

@@ -186,7 +186,7 @@ class AheadServer(ServerAlgorithm):
         during = self.server.taken[worker][arrival.bucket.index]
         if during // pi == (during - arrival.count) // pi:
             return
-        self.server.model_bits(worker, int(bits))
+        self.server.model_level(worker, bits)
         for each in self.server.buckets:
             notes = partial(self._notes, each.index, worker, during)
             self.server.send_model(worker, each, notes=notes)

@@ -24,6 +24,7 @@ MakeServer = Callable[[ParameterServer, Optimizer, GeneralOptions], ServerAlgori
 MakeLayout = Callable[[Replica | PhantomReplica, int, GeneralOptions], Layout]
 """Function of the replica, the number of workers and the options."""
 MakeCodec = Callable[[GradientCodec, Layout], GradientCodec]
+"""Function of the codec of ``--wire``."""
 CheckOptimizer = Callable[[Optimizer, GeneralOptions], None]
 
 
@@ -35,7 +36,8 @@ class Implementation:
         worker: makes the role of a worker.
         server: makes the role of a server; None if the algorithm has none.
         layout: cuts the flat vector, if the default layout does not suit.
-        arriving: makes the codec by which servers read messages, if it is not the wire's.
+        codec: makes the codec of messages, if it is not that of ``--wire``.
+        arriving: makes the codec by which servers read messages, if it differs.
         updates_parts: each worker updates only a part of each layer.
         check_optimizer: raises :class:`UserError` for an optimizer other than the built-in
             SGD that does not suit the options.
@@ -44,6 +46,7 @@ class Implementation:
     worker: MakeWorker
     server: MakeServer | None = None
     layout: MakeLayout | None = None
+    codec: MakeCodec | None = None
     arriving: MakeCodec | None = None
     updates_parts: bool = False
     check_optimizer: CheckOptimizer = lambda optimizer, run: None
@@ -58,6 +61,7 @@ def register(
     worker: MakeWorker,
     server: MakeServer | None = None,
     layout: MakeLayout | None = None,
+    codec: MakeCodec | None = None,
     arriving: MakeCodec | None = None,
     updates_parts: bool = False,
     check_optimizer: CheckOptimizer = lambda optimizer, run: None,
@@ -72,7 +76,7 @@ def register(
     if algorithm.has_servers != (server is not None):
         raise ValueError(f"algorithm {algorithm.name}: has_servers requires server, and vice versa")
     _IMPLEMENTATIONS[algorithm.name] = Implementation(
-        worker, server, layout, arriving, updates_parts, check_optimizer
+        worker, server, layout, codec, arriving, updates_parts, check_optimizer
     )
 
 

@@ -29,9 +29,13 @@ class ModelEncoder(ABC):
         """Send a bucket in full next time, as the receiver did not get the last message."""
         self._last.pop((rank, bucket), None)
 
-    def use(self, rank: int, bits: int) -> None:
-        """Send further messages to ``rank`` with ``bits`` bits per value, if there is a choice."""
+    def use(self, rank: int, level: float) -> None:
+        """Send further messages to ``rank`` at a level, if there is a choice: bits, or a share."""
         return
+
+    def adopt(self, rank: int, bucket: Bucket, values: Tensor) -> None:
+        """Record that the receiver has ``values``, so that it need not get them in full."""
+        raise NotImplementedError
 
     def touch(self, bucket: Bucket, count: int) -> None:
         """Record that a gradient has changed ``count`` values; for simulated computation."""

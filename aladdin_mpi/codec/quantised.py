@@ -140,9 +140,9 @@ class QuantisedEncoder(ModelEncoder):
         self._bits: dict[int, int] = {}
         self._scratch = Scratch()
 
-    def use(self, rank: int, bits: int) -> None:
-        """Use ``bits`` bits per value for ``rank``."""
-        self._bits[rank] = bits
+    def use(self, rank: int, level: float) -> None:
+        """Use ``level`` bits per value for ``rank``."""
+        self._bits[rank] = int(level)
 
     def encode(
         self, rank: int, bucket: Bucket, values: Tensor, out: Tensor, always: int = 0

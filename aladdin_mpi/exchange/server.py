@@ -199,7 +199,10 @@ class ParameterServer(Stateful):
         return [{b.index: 0 for b in self.buckets} for _ in range(self.worker_count)]
 
     def gradients(
-        self, on_end: Callable[[int], None] | None = None, look: bool = True
+        self,
+        on_end: Callable[[int], None] | None = None,
+        look: bool = True,
+        at_end: Callable[[], None] | None = None,
     ) -> Iterator[ReceivedBucket]:
         """Yield buckets of gradients in order of arrival, until every worker has ended.
 
@@ -209,6 +212,8 @@ class ParameterServer(Stateful):
             on_end: called with each worker that ends, after its last gradient, or fails.
             look: whether to check for values that are not finite; otherwise the caller checks
                 and reports them with :meth:`report_refused`.
+            at_end: called once after every worker has ended; models that it sends still arrive
+                in this segment. Without it a worker's segment ends as soon as it does.
         """
         self._sender.open()
         self.taken = self._nothing_taken()
@@ -244,7 +249,12 @@ class ParameterServer(Stateful):
             self._intakes[worker].close()
             if on_end is not None:
                 on_end(worker)
-            self._sender.end(self.layout.servers + worker)
+            if at_end is None:
+                self._sender.end(self.layout.servers + worker)
+        if at_end is not None:
+            at_end()
+            for worker in open_workers:
+                self._sender.end(self.layout.servers + worker)
         self.given = [self.given[w] + self.whole_from(w) for w in range(self.worker_count)]
         self._is_open = False
         self._sender.flush(heads)
@@ -367,9 +377,21 @@ class ParameterServer(Stateful):
             self.staleness += 0.02 * (stale - self.staleness)
             self.received += header.gradients
 
-    def model_bits(self, worker: int, bits: int) -> None:
-        """Send further models to a worker with ``bits`` bits per value, if there is a choice."""
-        self._sender.use(self.layout.servers + worker, bits)
+    def model_level(self, worker: int, level: float) -> None:
+        """Send further models to a worker at a level, if there is a choice: bits, or a share."""
+        self._sender.use(self.layout.servers + worker, level)
+
+    def workers_have_model(self) -> None:
+        """Record that every worker has the current model; further ones are sent as differences."""
+        for worker in range(self.worker_count):
+            for bucket in self.buckets:
+                rank = self.layout.servers + worker
+                self._sender.adopt(rank, bucket, self.values[bucket.index])
+
+    def send_whole(self, worker: int, bucket: Bucket, notes: NotesThen = ()) -> None:
+        """Send a worker the bucket's values themselves, not their difference."""
+        self._sender.forget(self.layout.servers + worker, bucket)
+        self.send_model(worker, bucket, notes=notes)
 
     def send_model(
         self,

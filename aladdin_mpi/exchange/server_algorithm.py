@@ -121,13 +121,16 @@ class ServerAlgorithm(Role):
         return self._divisor() if callable(self._divisor) else self._divisor
 
     def arrivals(
-        self, on_end: Callable[[int], None] | None = None, look: bool = True
+        self,
+        on_end: Callable[[int], None] | None = None,
+        look: bool = True,
+        at_end: Callable[[], None] | None = None,
     ) -> Iterator[ReceivedBucket]:
         """Yield buckets, to be applied at once, until every worker has ended the segment.
 
         Arguments as in :meth:`ParameterServer.gradients`.
         """
-        for arrival in self.server.gradients(on_end, look):
+        for arrival in self.server.gradients(on_end, look, at_end):
             # A worker without samples in a round has not run the loop that sets the learning rates.
             if self.optimizer is not None and arrival.count:
                 self.optimizer.adopt(arrival.notes)

@@ -300,10 +300,20 @@ class ModelSender:
         if self._differences is not None:
             self._differences.forget()
 
-    def use(self, rank: int, bits: int) -> None:
-        """Send a worker's models with ``bits`` bits per value, if the codec has a choice."""
+    def use(self, rank: int, level: float) -> None:
+        """Send a worker's models at a level, if the codec has a choice: bits, or a share."""
         if self._differences is not None:
-            self._differences.use(rank, bits)
+            self._differences.use(rank, level)
+
+    def adopt(self, rank: int, bucket: Bucket, values: Tensor) -> None:
+        """Record that a worker has ``values`` of a bucket."""
+        if self._differences is not None:
+            self._differences.adopt(rank, bucket, values)
+
+    def forget(self, rank: int, bucket: Bucket) -> None:
+        """Send a bucket in full next time."""
+        if self._differences is not None:
+            self._differences.lost(rank, bucket.index)
 
     def lost(self, source: int, message: Tensor) -> None:
         """Send a bucket in full next time, as a worker has not received a difference."""

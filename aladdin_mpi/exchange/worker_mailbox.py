@@ -323,6 +323,9 @@ class ModelInbox:
     arrive while the worker computes.
     """
 
+    puts_all = False
+    """Whether :meth:`put` gets every arrival, in order; otherwise the newest of each bucket."""
+
     def __init__(
         self, transport: Transport, layout: Layout, codec: GradientCodec, models: int = 1
     ) -> None:
@@ -368,7 +371,11 @@ class ModelInbox:
             read: Tensor | None = message
             if self._differences is not None:
                 read = self._differences.decode(model.bucket, message)
-            if read is not None:
+            if read is None:
+                continue
+            if self.puts_all:
+                self.put(parameters, model, read)
+            else:
                 newest[model.bucket.index] = model, read
         for model, read in newest.values():
             self.put(parameters, model, read)

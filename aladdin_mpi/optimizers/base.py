@@ -78,6 +78,20 @@ class Optimizer(ABC):
     def step(self, x: Tensor, gradient: Tensor, lr: float, unused: Unused = ()) -> None:
         """Step the whole vector without changing ``gradient``."""
 
+    def mix(self, part: slice, movement: Tensor, x: Tensor, lr: float, weight: float) -> None:
+        """Move the first moment towards the one whose steps move the parameters by ``movement``.
+
+        Optimizers without a known first moment do nothing.
+
+        Args:
+            part: the part of the flat vector, which need not be one that is stepped.
+            movement: change of the parameters in a step; may be overwritten.
+            x: its parameters.
+            lr: as in a step.
+            weight: weight of that moment, from 0 to 1.
+        """
+        return
+
     def settings(self) -> tuple[float, ...]:
         """Return numbers that may change during the run and are sent to the rank that steps."""
         return ()

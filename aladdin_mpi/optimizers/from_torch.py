@@ -230,6 +230,12 @@ class TorchOptimizer(Optimizer):
         """Step the whole vector."""
         self.descend(slice(0, x.numel()), gradient, x, lr, unused=unused)
 
+    def mix(self, part: slice, movement: Tensor, x: Tensor, lr: float, weight: float) -> None:
+        """Mix into the first moments of the part that contains ``part``."""
+        for (start, stop), each in self._parts.items():
+            if start <= part.start and part.stop <= stop and not movement.is_meta:
+                each.mix(slice(part.start - start, part.stop - start), movement, x, lr, weight)
+
     def _copy(self, x: Tensor) -> Tensor:
         """Return a copy of ``x``, valid until the next call."""
         if self._scratch.numel() < x.numel():

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.unused import Unused
 from aladdin_mpi.optimizers.base import Inherited
+from aladdin_mpi.optimizers.first_moment import mix_first_moment
 from aladdin_mpi.optimizers.script_access import hyperparameters, portable
 
 Place = tuple[slice, int, "nn.Parameter"]
@@ -163,6 +164,27 @@ class OptimizerPart:
             self._inner.step()
         for leaf in self._leaves:
             leaf.grad = None
+
+    def mix(self, part: slice, movement: Tensor, x: Tensor, lr: float, weight: float) -> None:
+        """Mix ``movement`` into the first moments of rows, see :meth:`.Optimizer.mix`.
+
+        ``part`` is relative to this part's start, ``movement`` and ``x`` are as long.
+        """
+        for leaf, piece in self.leaves():
+            start, stop = max(piece.start, part.start), min(piece.stop, part.stop)
+            if start >= stop or piece.shape is not None:
+                continue
+            here = slice(start - part.start, stop - part.start)
+            mix_first_moment(
+                type(self._inner),
+                self._inner.param_groups[self._groups.index(piece.group)],
+                self._inner.state.get(leaf, {}),
+                slice(start - piece.start, stop - piece.start),
+                movement[here],
+                x[here],
+                lr,
+                weight,
+            )
 
     def _split(self, at: int) -> None:
         """Split the piece at ``at`` permanently, as both halves may then differ in step count."""

@@ -127,6 +127,11 @@ class MomentumSGD(Optimizer):
         else:
             g.copy_(v)
 
+    def mix(self, part: slice, movement: Tensor, x: Tensor, lr: float, weight: float) -> None:
+        """Move the velocity towards ``-movement / lr``: its steps then move by ``movement``."""
+        if self.velocity is not None and lr and not movement.is_meta:
+            self.velocity[part].lerp_(movement.div_(-lr), weight)
+
     def _clip(self, gradient: Tensor, largest: float) -> None:
         bound = largest * sqrt(gradient.numel() / self._numel)
         gradient.mul_((bound / gradient.norm()).clamp_(max=1.0))

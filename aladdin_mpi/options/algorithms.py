@@ -303,6 +303,40 @@ ALADDIN_AHEAD = Algorithm(
 )
 
 
+class AladdinLocalOptions(OwnOptions):
+    """For --algorithm aladdin-local, for links that cannot carry a gradient per step."""
+
+    share: PositiveShare | Literal["auto"] = option(
+        "auto",
+        "share of the model's values in each message",
+        "SHARE",
+        details="the signs of the largest; 0.5 and more sends about 1.5 bits per value; auto: as "
+        "much as the link carries during a step",
+    )
+    keep: Share = option(
+        0.5,
+        "share of a worker's newest own steps that stays when the global model includes them",
+        "SHARE",
+        details="until the next ones are included: those of other workers are still under way",
+    )
+    mix: Share = option(
+        0.3,
+        "weight of the global model's movement in the optimizer's momentum",
+        "WEIGHT",
+        details="for SGD with momentum, Adam and AdamW; other optimizers ignore it",
+    )
+
+
+ALADDIN_LOCAL = Algorithm(
+    "aladdin-local",
+    AladdinLocalOptions,
+    has_servers=True,
+    node_sums=True,
+    whole_models=False,
+    on_resize="the steps that the servers lack are averaged",
+)
+
+
 class BspOptions(OwnOptions):
     """For --algorithm bsp."""
 

@@ -225,7 +225,7 @@ def _role(
         optimizer.advance((lease.start + lease.whole) // plan.schedule_step)
         if context.projections:
             with context.transport.atomic():
-                role.worker.project(role.own_model)
+                role.project()
         skips.pass_on()
 
     compute = local.computing(task.compute) if task.may_draw else task.compute

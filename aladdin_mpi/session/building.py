@@ -74,6 +74,9 @@ def make_wire(context: Context, optimizer: Optimizer, epoch: int) -> GradientCod
             f"it is, or --wire {name} to accept the rounding"
         )
     wire = make_codec(name, layout, x.device, moves_bytes, x.dtype)
+    own = implementation(context.algorithm).codec
+    if own is not None:
+        return own(wire, layout)
     if options.compression == "none":
         return wire
     dgc = options.dgc
@@ -178,7 +181,7 @@ def make_worker(
         LedSampleClient(transport, context.node[0]) if is_led else None,
         marks_unused(algorithm, options),
         steps_unused(algorithm, options),
-        context.projections.apply,
+        context.projections.apply if context.projections else None,
         partial(scale_of, options.lr_scaling),
     )
     if is_led:

@@ -171,6 +171,10 @@ class TrainingWorker(Role):
         add(self.x, self.direction(g), alpha=-rate)
         self.worker.project(self.x)
 
+    def project(self) -> None:
+        """Apply the script's projections to the own model after a step."""
+        self.worker.project(self.own_model)
+
     def close(self) -> None:
         """Detach from the user's model."""
         self.worker.close()

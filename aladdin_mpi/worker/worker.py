@@ -146,7 +146,7 @@ class Worker(Stateful):
         marks_unused: whether other ranks have to know the unused parameters.
         steps_unused: whether the algorithm steps parameters that a batch does not use; the
             first time is reported to rank 0.
-        project: changes a flat model after a step, as set by the script.
+        project: changes a flat model after a step, as set by the script; None: nothing does.
         lr_scale: factor on the learning rate for a number of workers.
     """
 
@@ -176,7 +176,7 @@ class Worker(Stateful):
         draws: SampleClient | None = None,
         marks_unused: bool = False,
         steps_unused: bool = False,
-        project: Callable[[Tensor], None] = lambda x: None,
+        project: Callable[[Tensor], None] | None = None,
         lr_scale: Callable[[int], float] = unscaled,
     ) -> None:
         self.transport = transport
@@ -211,7 +211,9 @@ class Worker(Stateful):
         self._on_empty = on_empty
         self._batch_unused: Set[int] = frozenset()
         """The parameters that the last batch did not use."""
-        self.project = project
+        self.project = project or (lambda x: None)
+        self.projects = project is not None
+        """Whether :attr:`project` changes models."""
         self._lr_scale = lr_scale
         self.step: RealStep | ModelledStep
         if pace.seconds is not None:

@@ -77,7 +77,7 @@ def simulated(algorithm: str, folder: Path, **settings: Any) -> tuple[Tensor, li
     return result[0]
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", sorted({*ALGORITHMS} - {"aladdin-local"}))
 def test_float64_model_is_not_rounded(tmp_path: Path, algorithm: str) -> None:
     weight, evaluated = simulated(algorithm, tmp_path)
     expected = torch.full_like(weight, EXPECTED)
@@ -116,6 +116,11 @@ def test_float64_checkpoint_is_not_rounded(tmp_path: Path) -> None:
     simulated("asp", tmp_path, samples=4)
     weight, _ = simulated("asp", tmp_path, samples=10, resume=tmp_path, overwrite=False)
     torch.testing.assert_close(weight, torch.full_like(weight, EXPECTED), **CLOSE)
+
+
+def test_float64_model_is_rejected_where_scales_are_float32(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"float64.*aladdin-local.*model\.float\(\)"):
+        simulated("aladdin-local", tmp_path)
 
 
 def test_float64_model_rejects_quantised_default_wire(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ when both links are done with it:
 A flow thus has the rate of the slower link, and no link exceeds its bandwidth over intervals
 longer than a piece.
 
-Short messages (:data:`EXPRESS`) overtake bulk data, as on a network that is fair to its flows.
+Short messages (:data:`EXPRESS`) overtake bulk data, as on a network that is fair to its flows,
+unless the link is so slow that they occupy it for longer than :data:`EXPRESS_SECONDS`.
 Messages with the same (source, dest, tag) are still matched in order.
 """
 
@@ -38,6 +39,8 @@ from aladdin_mpi.transport.virtual.messages import Message
 
 EXPRESS = 4096
 """Largest message, in bytes, that overtakes queued bulk data."""
+EXPRESS_SECONDS = 1e-3
+"""Longest time that such a message takes on its link."""
 
 
 class Link:
@@ -129,7 +132,7 @@ class Network:
         if queue is None:
             flow.undelivered[message.tag] = queue = deque()
         queue.append(message)
-        if message.free or message.nbytes <= EXPRESS:
+        if message.free or message.nbytes <= min(EXPRESS, EXPRESS_SECONDS / flow.seconds_per_byte):
             self._send_express(flow, message)
             return
         message.cut()

@@ -1,0 +1,79 @@
+"""How much a worker sends after a step, so that its link is busy but nothing queues."""
+
+from __future__ import annotations
+
+from math import inf
+
+from aladdin_mpi.flat.state import Stateful, saved
+
+LARGEST_SHARE = 0.5
+"""Above it more bytes hardly carry more: half of the values are three quarters of the energy."""
+SMALLEST_SHARE = 0.04
+"""Below it a message of fewer values does not make up for being sent more often."""
+FIRST_SHARE = 0.04
+FIRST_GROWTH, FIRST_DECREASE = 1.2, 0.5
+"""Factors after a message until the link is full for the first time, and then."""
+GROWTH, DECREASE = 1.01, 0.8
+"""The same from then on."""
+LATE = 1.5
+"""Steps by which an answer may exceed the shortest time before the link counts as full."""
+
+
+class LinkControl(Stateful):
+    """Share of the values in each message of a worker.
+
+    The link is full if the last message still occupies it after a step, or if an answer takes
+    longer than the fastest one so far and ``LATE`` steps: small messages leave at once, into the
+    queues of the system. Then the step's message is left out, and the share decreases, but only
+    once until a message of the smaller share is late too. Otherwise it grows.
+
+    Args:
+        share: fixed share; None: adaptive.
+    """
+
+    SAVED = saved("share", "shortest", "growth", "decrease")
+
+    def __init__(self, share: float | None) -> None:
+        self._is_fixed = share is not None
+        self.share = FIRST_SHARE if share is None else share
+        self.shortest = inf
+        """Shortest time from a message to its answer, in seconds."""
+        self.growth, self.decrease = FIRST_GROWTH, FIRST_DECREASE
+        self._decreased_at = -inf
+
+    def open(self) -> None:
+        """Start a segment, with nothing under way."""
+        self._decreased_at = -inf
+
+    def answered(self, seconds: float) -> None:
+        """Record that a message has been answered after so many seconds."""
+        self.shortest = min(self.shortest, seconds)
+
+    def end_step(self, is_sending: bool, oldest: float, now: float, step: float) -> bool:
+        """Return whether to send now, and adapt the share.
+
+        Args:
+            is_sending: whether the last message still occupies the link.
+            oldest: time at which the oldest message without an answer was sent; ``now`` if none.
+            now: current time; all times in seconds.
+            step: duration of a step.
+        """
+        is_full = is_sending or now - oldest > self.shortest + LATE * step
+        if not is_full:
+            self._grow()
+        elif oldest > self._decreased_at:
+            self._decreased_at = now
+            self._decrease(step)
+        return not is_full
+
+    def _grow(self) -> None:
+        if not self._is_fixed:
+            self.share = min(self.share * self.growth, LARGEST_SHARE)
+
+    def _decrease(self, step: float) -> None:
+        if self._is_fixed:
+            return
+        if self.share <= SMALLEST_SHARE:
+            self.shortest += step  # the way has become longer, or the fastest answer was lucky
+        self.share = max(self.share * self.decrease, SMALLEST_SHARE)
+        self.growth, self.decrease = GROWTH, DECREASE
