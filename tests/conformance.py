@@ -167,6 +167,20 @@ def check_wait_set(transport: Transport) -> None:
 
 
 @_listed
+def check_wait_set_timeout(transport: Transport) -> None:
+    """The wait for a set returns None after its timeout, and the receive stays posted."""
+    awaited = transport.wait_set()
+    buffer = torch.empty(1)
+    awaited.put(3, transport.irecv(buffer, transport.rank, _tag(31)))
+    assert awaited.wait(timeout=0.02) is None
+    send = transport.isend(full(1, 5), transport.rank, _tag(31))
+    assert awaited.wait(timeout=100.0) == 3
+    assert awaited.wait(timeout=0.0) == 3
+    assert buffer.item() == 5
+    transport.wait(send)
+
+
+@_listed
 def check_larger_receive_buffer(transport: Transport) -> None:
     """A message may be shorter than its buffer, whose remaining values are unchanged."""
     dest, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
