@@ -154,7 +154,9 @@ def check_wait_set(transport: Transport) -> None:
     seen: dict[int, list[float]] = {rank: [] for rank in buffers}
     orders = []
     while awaited.requests:
-        rank = awaited.wait()
+        name = awaited.wait()
+        assert name is not None
+        rank = name
         assert awaited.wait() == rank, "it stays until it is replaced"
         orders.append(awaited.requests[rank].order)
         seen[rank].append(buffers[rank].item())

@@ -592,7 +592,7 @@ class AsyncDilocoOptions(OwnOptions):
         0.0,
         "time that a server waits for more differences before it answers",
         "SECONDS",
-        details="from the first difference on; all of the answers include all of them",
+        details="after the first of them; all of its answers then include all of them",
     )
     weights: Literal["equal", "samples", "samples-per-step"] = option(
         "equal",
