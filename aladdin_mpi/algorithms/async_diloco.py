@@ -325,7 +325,7 @@ class AsyncDilocoServer(ServerAlgorithm):
         super().__init__(server, self.outer)
         self.options = options
         is_first = server.transport.rank == 0
-        self.plan = LocalSteps(self.n, options.steps, options.dynamic_steps) if is_first else None
+        self.plan = LocalSteps(self.n, options.steps, options.dynamic) if is_first else None
         self.grace = GracePeriod(self.n, options.grace, server.transport.now, self.answer)
         server.due = self.grace.due
 

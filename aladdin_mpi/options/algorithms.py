@@ -569,7 +569,7 @@ class AsyncDilocoOptions(OwnOptions):
     steps: PositiveInt = option(
         30, "inner steps of the fastest worker between two exchanges", "STEPS"
     )
-    dynamic_steps: bool = option(
+    dynamic: bool = option(
         True,
         "fewer inner steps for slower workers, in proportion to their speed",
         details="otherwise every worker takes --async-diloco-steps",

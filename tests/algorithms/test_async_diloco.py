@@ -313,7 +313,7 @@ def test_slow_worker_exchanges_as_often_only_with_dynamic_updates(
     arrivals: list[Arrival], is_dynamic: bool
 ) -> None:
     job = Job("async-diloco", workers=4, samples=8000, slowdown={2: 10.0})
-    job.settings = plain(steps=20, dynamic_steps=is_dynamic)
+    job.settings = plain(steps=20, dynamic=is_dynamic)
     end = run(job)
     pushes = [sum(each.worker == worker for each in arrivals) for worker in range(4)]
     steps = [20, 20, 2 if is_dynamic else 20, 20]
@@ -407,7 +407,7 @@ def test_answers_after_grace_contain_all_differences_of_the_period(
 
     monkeypatch.setattr(AsyncDilocoServer, "answer", recording)
     job = Job("async-diloco", workers=3, samples=600, slowdown={1: 1.1, 2: 1.2})
-    job.settings = plain(steps=10, grace=grace, dynamic_steps=False)
+    job.settings = plain(steps=10, grace=grace, dynamic=False)
     run(job).check_accounts()
     first, second, third = sent[:3]
     if grace:
@@ -478,7 +478,7 @@ def test_failure_of_the_fastest_worker_gives_the_others_all_steps() -> None:
 def draw_options(r: random.Random) -> dict[str, Any]:
     return {
         "steps": r.randint(1, 9),
-        "dynamic_steps": r.random() < 0.7,
+        "dynamic": r.random() < 0.7,
         "buffer": r.choice(["auto", 1, 3]),
         "spread": r.choice([0.0, 0.5, 1.0]),
         "outer_momentum": r.choice([0.0, 0.5]),
