@@ -154,7 +154,9 @@ def check_wait_set(transport: Transport) -> None:
     seen: dict[int, list[float]] = {rank: [] for rank in buffers}
     orders = []
     while awaited.requests:
-        rank = awaited.wait()
+        name = awaited.wait()
+        assert name is not None
+        rank = name
         assert awaited.wait() == rank, "it stays until it is replaced"
         orders.append(awaited.requests[rank].order)
         seen[rank].append(buffers[rank].item())
@@ -164,6 +166,20 @@ def check_wait_set(transport: Transport) -> None:
             awaited.drop(rank)
     assert orders == sorted(orders)
     assert all(values == [0, 1, 2] for values in seen.values())
+
+
+@_listed
+def check_wait_set_timeout(transport: Transport) -> None:
+    """The wait for a set returns None after its timeout, and the receive stays posted."""
+    awaited = transport.wait_set()
+    buffer = torch.empty(1)
+    awaited.put(3, transport.irecv(buffer, transport.rank, _tag(31)))
+    assert awaited.wait(timeout=0.02) is None
+    send = transport.isend(full(1, 5), transport.rank, _tag(31))
+    assert awaited.wait(timeout=100.0) == 3
+    assert awaited.wait(timeout=0.0) == 3
+    assert buffer.item() == 5
+    transport.wait(send)
 
 
 @_listed

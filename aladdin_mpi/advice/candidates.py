@@ -14,9 +14,9 @@ from aladdin_mpi.options.algorithms import ALGORITHMS, Algorithm, find_algorithm
 from aladdin_mpi.options.reader import kebab
 from aladdin_mpi.options.run import SimulateOptions
 
-NOT_ADVISED = ("multistep", "eamsgd", "diloco", "aladdin-local")
+NOT_ADVISED = ("multistep", "eamsgd", "diloco", "async-diloco", "aladdin-local")
 """multistep sums parts of layers, which a size does not define; eamsgd is as fast as easgd; the
-sample efficiency of diloco and aladdin-local has not been measured."""
+sample efficiency of the others has not been measured."""
 EARLY = ("aladdin-ahead", "ar-sgd", "sgp", "aladdin", "local-sgd", "bsp")
 """Main algorithms of each kind, which run first among equals, as time may run out."""
 BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}

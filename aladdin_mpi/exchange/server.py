@@ -166,6 +166,9 @@ class ParameterServer(Stateful):
         self.taken = self._nothing_taken()
         """Gradients taken in this segment, for every worker and bucket."""
         self._on_update: list[Callable[[Bucket], None]] = []
+        self.due: Callable[[], float | None] = lambda: None
+        """Called before each wait for a gradient: does what is due, and returns the seconds until
+        more will be, or None."""
         self._is_open = False
         self._seen = [0] * self.worker_count
         self._schedule = schedule
@@ -230,11 +233,13 @@ class ParameterServer(Stateful):
                 on_end(worker)
         still_open = set(open_workers)
         while still_open:
+            patience = self.due()
             self._sender.keep_up(heads)
             try:
-                worker = heads.wait()
-                if worker not in still_open:
-                    continue  # a model was sent, so the next one can be
+                name = heads.wait(patience)
+                if name is None or name not in still_open:
+                    continue  # something is due, or a model was sent, so the next one can be
+                worker = name
                 yield from self._take(worker, look)
             except PeerFailedError as failure:
                 worker = failure.rank - first

@@ -597,6 +597,54 @@ DILOCO = Algorithm(
 )
 
 
+class AsyncDilocoOptions(OwnOptions):
+    """For --algorithm async-diloco (Liu et al., 2024)."""
+
+    steps: PositiveInt = option(
+        30, "inner steps of the fastest worker between two exchanges", "STEPS"
+    )
+    dynamic: bool = option(
+        True,
+        "fewer inner steps for slower workers, in proportion to their speed",
+        details="otherwise every worker takes --async-diloco-steps",
+    )
+    outer_lr: PositiveFloat = option(0.7, "learning rate of the outer optimizer", "RATE")
+    outer_momentum: Fraction = option(0.9, "Nesterov momentum of the outer optimizer", "FACTOR")
+    buffer: PositiveInt | Literal["auto"] = option(
+        "auto",
+        "workers' differences between two uses of the outer momentum",
+        "DIFFERENCES",
+        details="N in the paper; auto: the number of surviving workers",
+    )
+    spread: Share = option(
+        0.0,
+        "share of the momentum that is spread evenly over these differences",
+        "SHARE",
+        details="c N in the paper; 0: all of it is used once",
+    )
+    grace: NonNegativeFloat = option(
+        0.0,
+        "time that a server waits for more differences before it answers",
+        "SECONDS",
+        details="after the first of them; all of its answers then include all of them",
+    )
+    weights: Literal["equal", "samples", "samples-per-step"] = option(
+        "equal",
+        "weight of a difference",
+        details="samples: its number of samples; samples-per-step: that times the samples per "
+        "step (Decoupled DiLoCo); both relative to the workers' mean",
+    )
+
+
+ASYNC_DILOCO = Algorithm(
+    "async-diloco",
+    AsyncDilocoOptions,
+    has_servers=True,
+    quantises=True,
+    on_resize="the outer momentum is kept, and the workers are measured again",
+)
+
+
 class GoSgdOptions(OwnOptions):
     """For --algorithm gosgd (Blot et al., 2016)."""
 

@@ -41,7 +41,7 @@ class WaitSet:
     time. An engine may have its own set, whose waits do not examine every request.
     """
 
-    def __init__(self, wait_any: Callable[[Sequence[Request]], int]) -> None:
+    def __init__(self, wait_any: Callable[[Sequence[Request], float | None], int]) -> None:
         self.requests: dict[int, Request] = {}
         self._wait_any = wait_any
 
@@ -57,14 +57,16 @@ class WaitSet:
         """Return the names of the requests known to have ended."""
         return [name for name, request in self.requests.items() if request.done]
 
-    def wait(self) -> int:
+    def wait(self, timeout: float | None = None) -> int | None:
         """Wait until one is done; return the name of the first, which stays until it is replaced.
+
+        ``timeout`` in seconds replaces the transport's; if it expires, None is returned.
 
         Raises:
             PeerFailedError, WaitTimeoutError: see ``wait_any``.
         """
-        first = self._wait_any(list(self.requests.values()))
-        return list(self.requests)[first]
+        first = self._wait_any(list(self.requests.values()), timeout)
+        return None if first < 0 else list(self.requests)[first]
 
 
 class Event(Protocol):

@@ -30,6 +30,13 @@ VARIANTS: dict[str, list[object]] = {
     "easgd int4": ["--algorithm", "easgd", "--wire", "int4"],
     "ashl int8": ["--algorithm", "ashl", "--wire", "int8", "--ashl-coarse-rate", 0.1],
     "adsp int4": ["--algorithm", "adsp", "--wire", "int4"],
+    "async-diloco grace": [
+        *("--algorithm", "async-diloco", "--async-diloco-steps", 3, "--async-diloco-grace", 0.02),
+        *("--async-diloco-spread", 0.5, "--async-diloco-weights", "samples-per-step"),
+    ],
+    "async-diloco int4": [
+        *("--algorithm", "async-diloco", "--async-diloco-steps", 3, "--wire", "int4")
+    ],
     "asp server": ["--algorithm", "asp", "--asp-momentum", "server"],
     "bsp host-first": ["--algorithm", "bsp", "--bsp-host-first"],
     "asp by layers": ["--algorithm", "asp", "--sharding", "layer", "--servers", 2],

@@ -80,6 +80,7 @@ def test_algorithm_converges_and_its_counters_balance(
         "wire": wire,
         "momentum": 0.5,
         "weight_decay": 0.0,
+        "async_diloco": {"steps": 4, "outer_momentum": 0.5},
         "easgd": {"alpha": 0.2},
         "gosgd": {"p": 0.3},
     }

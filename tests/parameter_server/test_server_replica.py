@@ -97,6 +97,7 @@ def is_in(part: Tensor, vector: Tensor) -> bool:
     ("name", "settings"),
     [
         ("velocity", {"algorithm": "asp", "momentum": 0.9, "asp": {"momentum": "server"}}),
+        ("velocity", {"algorithm": "async-diloco", "async_diloco": {"steps": 2}}),
         ("values", {"algorithm": "easgd"}),
     ],
 )

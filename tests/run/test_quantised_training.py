@@ -42,6 +42,7 @@ def job_of(algorithm: str, wire: str, **values: Any) -> Job:
     """Return a run with buckets of several blocks and a partial one; the last is longer."""
     given: dict[str, Any] = {"numel": 3010, "bucket": 751, "samples": 1200, **values}
     settings = {"wire": wire, "momentum": 0.5, "weight_decay": 0.0, **given.pop("settings", {})}
+    settings.setdefault("async_diloco", {"steps": 2, "outer_momentum": 0.5})
     return Job(
         algorithm,
         servers=2,
@@ -152,7 +153,7 @@ def test_timed_computing_sends_same_number_of_quantised_bytes(algorithm: str, wi
         assert real.bytes_sent(real.ranks[ranks]) == timed.bytes_sent(timed.ranks[ranks])
 
 
-@pytest.mark.parametrize("algorithm", ["aladdin", "easgd", "adsp"])
+@pytest.mark.parametrize("algorithm", ["aladdin", "easgd", "adsp", "async-diloco"])
 def test_non_finite_gradient_does_not_harm_quantised_training(algorithm: str) -> None:
     spoil = spoilt(worker=1, value=nan)
     outcome = run(job_of(algorithm, "int4", samples=160, numel=60, bucket=13, spoil=spoil))

@@ -34,6 +34,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in SURVIVORS},
     "osgp push-first": ("osgp", {"osgp": {"order": "push-first"}}),
     "diloco fragments": ("diloco", {"diloco": {"steps": 6, "fragments": 3, "overlap": 1}}),
+    "async-diloco rounds": (
+        "async-diloco",
+        {"async_diloco": {"steps": 3, "spread": 0.5, "weights": "samples-per-step"}},
+    ),
+    "async-diloco grace": ("async-diloco", {"async_diloco": {"steps": 2, "grace": 1.5}}),
     "diloco overlap": ("diloco", {"diloco": {"steps": 4, "fragments": 2, "overlap": 2}}),
 }
 LR = 0.05

@@ -46,6 +46,7 @@ MORE_CASES: list[Case] = [
         "adsp",
         "ar-sgd",
         "ashl",
+        "async-diloco",
         "diloco",
         "local-sgd",
         "osgp",

@@ -32,6 +32,9 @@ VARIANTS: dict[str, list[object]] = {
     "asp dgc": ["--algorithm", "asp", *DGC],
     "ar-sgd dgc": ["--algorithm", "ar-sgd", *DGC],
     "adsp int4": ["--algorithm", "adsp", "--wire", "int4"],
+    "async-diloco int4": [
+        *("--algorithm", "async-diloco", "--wire", "int4", "--async-diloco-steps", 3)
+    ],
 }
 
 

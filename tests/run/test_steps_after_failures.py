@@ -48,6 +48,7 @@ AT_SERVERS: dict[str, dict[str, Any]] = {
     "adsp": {},
     "ashl": {"ashl": {"profile": 2, "coarse_steps": 2}},
     "asp": {},
+    "async-diloco": {"async_diloco": {"steps": 1, "outer_lr": 1.0, "outer_momentum": 0.0}},
     "shat": {},
     "ssp": {},
 }

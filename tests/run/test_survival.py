@@ -59,6 +59,10 @@ def outlive(
             *("diloco", 4, [1, 3], ["--diloco-steps", 4, "--diloco-fragments", 2]),
             marks=pytest.mark.long,
         ),
+        pytest.param(
+            *("async-diloco", 5, [3], ["--servers", 2, "--async-diloco-steps", 4]),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_surviving_ranks_continue_training(

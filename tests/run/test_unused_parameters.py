@@ -167,6 +167,7 @@ def test_synchronous_step_skips_parameters_no_worker_used(
         ("aladdin", {"aladdin": {"pi": 1, "momentum": "split"}}, None),
         ("local-sgd", {}, "adamw"),
         ("adsp", {}, None),
+        ("async-diloco", {"async_diloco": {"outer_lr": 1.0, "outer_momentum": 0.0}}, "adamw"),
     ],
     ids=str,
 )

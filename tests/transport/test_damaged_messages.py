@@ -85,7 +85,7 @@ def test_damaged_message_corrupts_model_without_checksums() -> None:
 
 @pytest.mark.parametrize(
     ("algorithm", "wire"),
-    [(name, "fp32") for name in ("asp", "easgd", "adsp", "aladdin", "bsp")]
+    [(name, "fp32") for name in ("asp", "easgd", "adsp", "async-diloco", "aladdin", "bsp")]
     + [(name, "int8") for name in ("easgd", "aladdin")],
 )
 def test_server_refuses_non_finite_messages(algorithm: str, wire: str) -> None:
@@ -105,7 +105,7 @@ def test_server_refuses_non_finite_messages(algorithm: str, wire: str) -> None:
 
     # All values are far from zero: the workers' and, after their first messages, the servers'.
     job = Job(algorithm, numel=60, bucket=60, samples=160, wrap=wrap, start=far, noise=0.0)
-    job.settings = {"wire": wire}
+    job.settings = {"wire": wire, "async_diloco": {"steps": 2}}
     outcome = run(job)
     check_unharmed(outcome)
     heard = outcome.ranks[0].refusals

@@ -139,8 +139,8 @@ class VirtualWaitSet(WaitSet, Collection[Request]):
         """Return the names of the ended requests, at no cost for others."""
         return [name for _, name, each in self._done if self.requests.get(name) is each]
 
-    def wait(self) -> int:
-        """Wait until one is done; return the name of the first."""
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Wait until one is done; return the name of the first, or None after ``timeout``."""
         while True:
             while self._done:
                 _, name, request = self._done[0]
@@ -149,7 +149,9 @@ class VirtualWaitSet(WaitSet, Collection[Request]):
                         raise PeerFailedError(request.failed, self._host_names[request.failed])
                     return name
                 heapq.heappop(self._done)  # it has been replaced
-            self._fiber.wait(self, None)
+            self._fiber.wait(self, timeout)
+            if not self._done:
+                return None
 
 
 class Collective(Request):

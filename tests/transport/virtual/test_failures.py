@@ -60,9 +60,10 @@ def test_request_set_raises_failure_of_peer_in_order() -> None:
             awaited.put(rank, t.irecv(torch.empty(1), rank, 0))
         found: list[object] = []
         for _ in range(2):
-            rank = awaited.wait()
-            found.append(rank)
-            awaited.put(rank, t.irecv(torch.empty(1), rank, 0))
+            name = awaited.wait()
+            assert name is not None
+            found.append(name)
+            awaited.put(name, t.irecv(torch.empty(1), name, 0))
         with pytest.raises(PeerFailedError) as caught:
             awaited.wait()
         return [*sorted(map(str, found)), caught.value.rank, t.now()]
