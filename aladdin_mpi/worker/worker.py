@@ -213,6 +213,7 @@ class Worker(Stateful):
         """The parameters that the last batch did not use."""
         self.project = project
         self._lr_scale = lr_scale
+        self._steps_unused = steps_unused
         self.step: RealStep | ModelledStep
         if pace.seconds is not None:
             self.step = ModelledStep(transport, layout, replica, compute, pace.seconds, pace)
@@ -386,6 +387,8 @@ class Worker(Stateful):
         The sum is read, which waits for a device, only if this worker itself has no gradient for
         some parameter.
         """
+        if self._steps_unused:
+            return ()
         return self._stages.marks.read(bucket, total, self.replica.unused)
 
     def settle(self, lag: int = 0) -> None:
