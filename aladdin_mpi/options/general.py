@@ -442,7 +442,6 @@ class GeneralOptions(BaseModel):
         "compression of gradients",
         details="dgc: deep gradient compression, for algorithms that send gradients; powersgd: "
         "approximation of low rank, for ar-sgd, local-sgd and diloco",
-        common=True,
     )
     checksum: bool = communication_option(
         False, "checksums on gradients and models; damaged messages are rejected"

@@ -30,6 +30,13 @@ VARIANTS: dict[str, list[object]] = {
     "easgd int4": ["--algorithm", "easgd", "--wire", "int4"],
     "ashl int8": ["--algorithm", "ashl", "--wire", "int8", "--ashl-coarse-rate", 0.1],
     "adsp int4": ["--algorithm", "adsp", "--wire", "int4"],
+    "ar-sgd int4": ["--algorithm", "ar-sgd", "--wire", "int4"],
+    "ar-sgd powersgd": ["--algorithm", "ar-sgd", "--compression", "powersgd"],
+    "local-sgd int2": ["--algorithm", "local-sgd", "--wire", "int2"],
+    "diloco powersgd": [
+        *("--algorithm", "diloco", "--compression", "powersgd", "--powersgd-rank", 1),
+        *("--diloco-steps", 4, "--diloco-fragments", 2, "--diloco-overlap", 1),
+    ],
     "asp server": ["--algorithm", "asp", "--asp-momentum", "server"],
     "bsp host-first": ["--algorithm", "bsp", "--bsp-host-first"],
     "asp by layers": ["--algorithm", "asp", "--sharding", "layer", "--servers", 2],
@@ -113,8 +120,7 @@ def test_compression_rejects_unsuitable_algorithm_or_option(
 @pytest.mark.parametrize(
     ("words", "cause"),
     [
-        (["ar-sgd"], r"\(adsp, aladdin, .*\bar-sgd\b.*--wire bf16"),
-        (["local-sgd"], r"\blocal-sgd\b"),
+        (["sgp"], r"\(adsp, aladdin, .*\bsgp\b.*--wire bf16"),
         (["gosgd"], r"\bgosgd\b"),
         (["multistep"], r"\bmultistep\b"),
         (["bsp", "--bsp-host-first"], "--bsp-host-first"),
