@@ -126,8 +126,8 @@ def test_float64_model_rejects_quantised_default_wire(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("algorithm", "settings", "option"),
     [
-        ("ar-sgd", {"wire": "int4"}, "--wire int4"),
-        ("diloco", {"compression": "powersgd"}, "--compression powersgd"),
+        ("ar-sgd", {"wire": "int4"}, "wire int4"),
+        ("diloco", {"compression": "powersgd"}, "compression powersgd"),
     ],
     ids=["int4", "powersgd"],
 )
