@@ -29,7 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "int2": {"wire": "int2"},
     "powersgd": {"compression": "powersgd"},
 }
-OWN = {
+OWN: dict[str, dict[str, Any]] = {
     "ar-sgd": {},
     "local-sgd": {"local_sgd": {"steps": 4}},
     "diloco": {"diloco": {"steps": 4, "fragments": 2, "overlap": 1, "outer_momentum": 0.5}},

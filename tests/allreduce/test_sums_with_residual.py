@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -152,7 +153,7 @@ def test_quantised_sum_of_sizes_takes_same_time_and_bytes_as_of_values(kind: str
 
 
 def test_low_rank_sum_sends_both_factors_and_whole_vectors() -> None:
-    def main(transport: VirtualTransport, device: torch.device) -> int:
+    def main(device: torch.device, transport: VirtualTransport) -> int:
         layout = layout_of()
         codec = codec_of("powersgd", layout, device, transport.needs_memory)
         reducer = make_all_reduce("ring", transport, device, codec, layout.buckets)
@@ -166,7 +167,7 @@ def test_low_rank_sum_sends_both_factors_and_whole_vectors() -> None:
         int(torch.Size(shape).numel()) for shape in SHAPES if shape not in ((40, 30), (16, 3, 5, 5))
     )
     for device in (CPU, META):
-        assert sum(run(2, lambda t, device=device: main(t, device))) == 2 * 4 * (factors + whole)
+        assert sum(run(2, partial(main, device))) == 2 * 4 * (factors + whole)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int2"])
