@@ -20,7 +20,14 @@ from aladdin_mpi.control.exchange import barrier
 from aladdin_mpi.control.refusals import NBYTES, Refusal
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
-from aladdin_mpi.flat.layout import BYTES_PER_MB, BYTES_PER_VALUE, Bucket, Layout, cut
+from aladdin_mpi.flat.layout import (
+    BYTES_PER_MB,
+    BYTES_PER_VALUE,
+    Bucket,
+    Layout,
+    between_parameters,
+    cut,
+)
 from aladdin_mpi.flat.replica import Replica
 from aladdin_mpi.options.algorithms import Algorithm, find_algorithm
 from aladdin_mpi.options.cluster import Cluster
@@ -104,7 +111,10 @@ class Job:
         own_layout = implementation(self.kind).layout
         if own_layout is not None:
             return own_layout(Replica(self.problem(self.numel)), self.workers, self.options)
-        return cut(self.numel, self.served_by, self.megabytes, 100.0)
+        layout = cut(self.numel, self.served_by, self.megabytes, 100.0)
+        if self.options.compression != "powersgd":
+            return layout
+        return between_parameters(layout, Replica(self.problem(self.numel)).sizes)
 
 
 @dataclass

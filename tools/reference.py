@@ -20,8 +20,9 @@ All options of `aladdin_mpi.train` and `aladdin_mpi.simulate`, grouped as in `--
 of options with `...` are separated by commas or spaces.
 
 In a TOML file (`--config`), keys are the same names without the leading dashes; options of an \
-algorithm, of `dgc` and of the cluster are in tables of that name. In `DataParallel`, names have \
-underscores, and the options of an algorithm are a dict: `aladdin={"pi": 8}`.
+algorithm, of `dgc`, of `powersgd` and of the cluster are in tables of that name. In \
+`DataParallel`, names have underscores, and the options of an algorithm are a dict: \
+`aladdin={"pi": 8}`.
 """
 SIMULATED = "Options marked with * exist only in the simulation."
 

@@ -10,18 +10,17 @@ from __future__ import annotations
 from torch import Tensor
 
 from aladdin_mpi.algorithms.registry import register
-from aladdin_mpi.allreduce import choose
 from aladdin_mpi.allreduce.base import AllReduce, PendingSum
 from aladdin_mpi.allreduce.compressed import CompressedAllReduce
-from aladdin_mpi.allreduce.surviving import SurvivingSums
-from aladdin_mpi.codec.base import GradientCodec
+from aladdin_mpi.allreduce.surviving import SurvivingSums, tolerates_failures
+from aladdin_mpi.allreduce.with_residual import SumCodec, make_all_reduce, sum_codec
 from aladdin_mpi.codec.dgc import DeepGradientCompression
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.flat.state import HELD_BACK, saved
 from aladdin_mpi.flat.unused import joined, shifted, within
 from aladdin_mpi.flat.vectors import add, clip_norm, copy, scale
 from aladdin_mpi.optimizers.base import Optimizer
-from aladdin_mpi.options.algorithms import AR_SGD, FAULT_TOLERANT_ALLREDUCES, ArSgdOptions, own
+from aladdin_mpi.options.algorithms import AR_SGD, ArSgdOptions, own
 from aladdin_mpi.worker.role import TrainingWorker
 from aladdin_mpi.worker.worker import Worker
 
@@ -32,35 +31,30 @@ class ArSgdWorker(TrainingWorker):
     SAVED = TrainingWorker.SAVED | saved("codec", merge=HELD_BACK)
 
     def __init__(
-        self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: ArSgdOptions
+        self, worker: Worker, optimizer: Optimizer, codec: SumCodec, options: ArSgdOptions
     ) -> None:
         super().__init__(worker, optimizer)
         self.g = worker.replica.new_vector()
-        self.codec = wire
-        self.compresses = isinstance(wire, DeepGradientCompression)
+        self.codec = codec
+        self.compresses = isinstance(codec, DeepGradientCompression)
         self.sums: list[tuple[Bucket, PendingSum]] = []
         self.surviving: SurvivingSums | None = None
-        if (
-            self.transport.survives
-            and not self.compresses
-            and options.allreduce in FAULT_TOLERANT_ALLREDUCES
-        ):
+        if tolerates_failures(options.allreduce, self.transport, codec):
             self.surviving = SurvivingSums(
                 options.allreduce,
                 self.transport,
                 worker.replica.new_vector,
-                wire.dtype,
+                codec.plain.dtype,
             )
         else:
-            self.all_reduce = self._make(wire, options)
+            self.all_reduce = self._make(codec, options)
 
-    def _make(self, wire: GradientCodec, options: ArSgdOptions) -> AllReduce:
-        transport = self.worker.transport
-        if isinstance(wire, DeepGradientCompression):
-            return CompressedAllReduce(
-                transport, self.worker.layout, wire, lambda: self.worker.lease.start
-            )
-        return choose.make(options.allreduce, transport, self.g.device, wire.dtype)
+    def _make(self, codec: SumCodec, options: ArSgdOptions) -> AllReduce:
+        transport, layout = self.worker.transport, self.worker.layout
+        if isinstance(codec, DeepGradientCompression):
+            return CompressedAllReduce(transport, layout, codec, lambda: self.worker.lease.start)
+        device = self.g.device
+        return make_all_reduce(options.allreduce, transport, device, codec, layout.buckets)
 
     def run(self) -> None:
         """Train until the segment's samples are used up."""
@@ -142,6 +136,6 @@ class ArSgdWorker(TrainingWorker):
 register(
     AR_SGD,
     worker=lambda worker, optimizer, wire, run: ArSgdWorker(
-        worker, optimizer, wire, own(run, ArSgdOptions)
+        worker, optimizer, sum_codec(wire, worker.replica, run), own(run, ArSgdOptions)
     ),
 )

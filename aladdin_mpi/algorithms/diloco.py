@@ -20,16 +20,19 @@ beta = 0 this is local SGD, bit for bit.
 
 from __future__ import annotations
 
-from itertools import pairwise
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import Tensor
 
 from aladdin_mpi.algorithms.registry import register
+from aladdin_mpi.allreduce.low_rank import LowRank
 from aladdin_mpi.allreduce.surviving import make_sums
-from aladdin_mpi.codec.base import GradientCodec
+from aladdin_mpi.allreduce.with_residual import SumCodec, sum_codec
 from aladdin_mpi.flat.layout import Bucket, Layout
-from aladdin_mpi.flat.state import FIRST, MergedState, saved
+from aladdin_mpi.flat.state import FIRST, HELD_BACK, MergedState, saved
 from aladdin_mpi.flat.vectors import add, copy, scale
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.options.algorithms import (
@@ -41,12 +44,17 @@ from aladdin_mpi.worker.role import TrainingWorker
 from aladdin_mpi.worker.worker import Worker
 
 
-def fragments(layout: Layout, number: int) -> list[list[Bucket]]:
+def fragments(layout: Layout, number: int, tensors: Sequence[int] = ()) -> list[list[Bucket]]:
     """Return ``number`` fragments of equal bytes, each a list of parts of the layout's buckets.
 
-    Every value is in exactly one part. A part may begin or end within a tensor.
+    Every value is in exactly one part. A part may begin or end within a tensor, unless the sizes
+    of the ``tensors`` are given: then each is in the fragment in which it would begin, and
+    fragments may be empty.
     """
     ends = [layout.numel * k // number for k in range(number + 1)]
+    if tensors:
+        edges = [0, *accumulate(tensors)]
+        ends = [edges[bisect_left(edges, end)] for end in ends]
     parts: list[list[Bucket]] = []
     index = 0
     for start, stop in pairwise(ends):
@@ -54,18 +62,19 @@ def fragments(layout: Layout, number: int) -> list[list[Bucket]]:
         parts.append([])
         for bucket in inside:
             first, last = max(start, bucket.start), min(stop, bucket.stop)
-            parts[-1].append(Bucket(index, first, last, bucket.server))
-            index += 1
+            if first < last:
+                parts[-1].append(Bucket(index, first, last, bucket.server))
+                index += 1
     return parts
 
 
 class DilocoWorker(TrainingWorker):
     """``theta`` is the global model: between segments it is the model of every worker."""
 
-    SAVED = TrainingWorker.SAVED | saved("u", merge=FIRST)
+    SAVED = TrainingWorker.SAVED | saved("u", merge=FIRST) | saved("codec", merge=HELD_BACK)
 
     def __init__(
-        self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: DilocoOptions
+        self, worker: Worker, optimizer: Optimizer, codec: SumCodec, options: DilocoOptions
     ) -> None:
         super().__init__(worker, optimizer)
         self.options = options
@@ -75,11 +84,14 @@ class DilocoWorker(TrainingWorker):
         copy(self.theta, self.x)
         self.u = new_vector() if options.outer_momentum else None
         self.progress = new_vector() if options.overlap else self.g  # g is free between steps
-        self.fragments = fragments(self.layout, options.fragments)
+        tensors = worker.replica.sizes if isinstance(codec, LowRank) else ()
+        self.fragments = fragments(self.layout, options.fragments, tensors)
         self.sent_after: int | None = None
         """Steps of the segment after which the sum in progress was started; None without one."""
+        self.codec = codec
+        parts = [part for fragment in self.fragments for part in fragment]
         self.sums = make_sums(
-            options.allreduce, self.transport, new_vector, self.g.device, wire.plain.dtype
+            options.allreduce, self.transport, new_vector, self.g.device, codec, parts
         )
 
     def run(self) -> None:
@@ -162,7 +174,7 @@ class DilocoWorker(TrainingWorker):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state; between segments the global model is every worker's."""
-        super().load_state_dict(state)
+        super().load_state_dict({"codec": {}, **state})  # absent before sums could be quantised
         copy(self.theta, self.x)
 
     def resize(self, merged: MergedState) -> None:
@@ -183,6 +195,6 @@ class DilocoWorker(TrainingWorker):
 register(
     DILOCO,
     worker=lambda worker, optimizer, wire, run: DilocoWorker(
-        worker, optimizer, wire, own(run, DilocoOptions)
+        worker, optimizer, sum_codec(wire, worker.replica, run), own(run, DilocoOptions)
     ),
 )

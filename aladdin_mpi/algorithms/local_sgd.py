@@ -11,9 +11,12 @@ that is smaller than the last digit of a parameter.
 
 from __future__ import annotations
 
+from typing import Any
+
 from aladdin_mpi.algorithms.registry import register
 from aladdin_mpi.allreduce.surviving import make_sums
-from aladdin_mpi.codec.base import GradientCodec
+from aladdin_mpi.allreduce.with_residual import SumCodec, sum_codec
+from aladdin_mpi.flat.state import HELD_BACK, saved
 from aladdin_mpi.flat.vectors import add, copy
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.options.algorithms import LOCAL_SGD, LocalSgdOptions, own
@@ -24,20 +27,28 @@ from aladdin_mpi.worker.worker import Worker
 class LocalSgdWorker(TrainingWorker):
     """``base`` is the last average: between segments it is the model of every worker."""
 
+    SAVED = TrainingWorker.SAVED | saved("codec", merge=HELD_BACK)
+
     def __init__(
-        self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: LocalSgdOptions
+        self, worker: Worker, optimizer: Optimizer, codec: SumCodec, options: LocalSgdOptions
     ) -> None:
         super().__init__(worker, optimizer)
         self.options = options
         self.g = worker.replica.new_vector()
         self.base = worker.replica.new_vector()
+        self.codec = codec
         self.sums = make_sums(
             options.allreduce,
             self.transport,
             worker.replica.new_vector,
             self.g.device,
-            wire.plain.dtype,
+            codec,
+            self.layout.buckets,
         )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state; those from before sums could be quantised have no codec."""
+        super().load_state_dict({"codec": {}, **state})
 
     def run(self) -> None:
         """Train until the segment's samples are used up; then all models are equal."""
@@ -83,6 +94,6 @@ class LocalSgdWorker(TrainingWorker):
 register(
     LOCAL_SGD,
     worker=lambda worker, optimizer, wire, run: LocalSgdWorker(
-        worker, optimizer, wire, own(run, LocalSgdOptions)
+        worker, optimizer, sum_codec(wire, worker.replica, run), own(run, LocalSgdOptions)
     ),
 )

@@ -95,7 +95,7 @@ def check_optimizer(algorithm: Algorithm, options: GeneralOptions, optimizer: Op
     if isinstance(optimizer, MomentumSGD):
         return
     name = optimizer.name
-    if algorithm.optimizers == "sgd" or options.compression != "none":
+    if algorithm.optimizers == "sgd" or options.compression == "dgc":
         what = algorithm.name if algorithm.optimizers == "sgd" else "--compression dgc"
         raise UserError(
             f"optimizer: {what} requires the built-in momentum SGD; this run uses another "

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -50,7 +52,7 @@ class SingleAllReduce(AllReduce):
         return describe(self._transport, f"all-reduce in {self._buffers.name}")
 
 
-class _MessageAllReduce(AllReduce):
+class MessageAllReduce(AllReduce):
     """Sums by messages between ranks, which end with PeerFailedError if a rank fails."""
 
     def __init__(self, transport: Transport) -> None:
@@ -70,8 +72,35 @@ class _MessageAllReduce(AllReduce):
             self.abandon(self._failed_rank)
             raise PeerFailedError(self._failed_rank, "")
 
+    def _begin(
+        self, steps: collectives.Steps, event: Event | None, end: Callable[[], Tensor]
+    ) -> PendingSum:
+        """Run ``steps`` once ``event``, if any, has occurred; the result is that of ``end``.
 
-class DirectAllReduce(_MessageAllReduce):
+        The thread in which the messages of a step end continues with the next step.
+        """
+        stepper = Stepper(steps, self._transport)
+        pending = _Sum(self._transport, stepper, event)
+        self._in_progress.append(pending)
+        pending.begin()
+
+        def wait() -> Tensor:
+            while not stepper.has_ended:
+                pending.wait_for_step()
+                self._check()
+            self._in_progress.remove(pending)
+            return end()
+
+        return PendingSum(wait)
+
+
+def divide(numel: int, ranks: int) -> list[slice]:
+    """Return each rank's part of a bucket; their sizes differ by at most one value."""
+    bounds = [numel * i // ranks for i in range(ranks + 1)]
+    return [slice(start, stop) for start, stop in pairwise(bounds)]
+
+
+class DirectAllReduce(MessageAllReduce):
     """Sum of the wire's values in fp32: a reduce-scatter and an all-gather, one round each.
 
     All ranks get a bit-identical result: the sum of all ranks' rounded values, rounded once more.
@@ -209,8 +238,7 @@ class _Partition:
         rank, ranks, numel = transport.rank, transport.size, buffer.numel()
         self.rank = rank
         self.peers = [(rank + step) % ranks for step in range(1, ranks)]
-        bounds = [numel * i // ranks for i in range(ranks + 1)]
-        self.parts = [slice(bounds[i], bounds[i + 1]) for i in range(ranks)]
+        self.parts = divide(numel, ranks)
         self.gathered = gathered
         own = buffer[self.parts[rank]]
         self.received = {peer: torch.zeros_like(own) for peer in self.peers}
@@ -243,7 +271,12 @@ GENERATIONS = 4
 """Number of generations of tags, see `RingAllReduce`."""
 
 
-class RingAllReduce(_MessageAllReduce):
+def tag_of(key: int, generation: int = 0) -> int:
+    """Return the tag of the messages about the bucket with this index."""
+    return FIRST_TAG + generation % GENERATIONS * TAGS + key % TAGS
+
+
+class RingAllReduce(MessageAllReduce):
     """All-reduce in ``dtype`` around a ring, in the send buffer: on the CPU the gradient itself.
 
     Each value is summed on one rank and copied to all, so the results are bit-identical.
@@ -262,7 +295,7 @@ class RingAllReduce(_MessageAllReduce):
         generation: int = 0,
     ) -> None:
         super().__init__(transport)
-        self._first_tag = FIRST_TAG + generation % GENERATIONS * TAGS
+        self._generation = generation
         self._buffers = Buffers(dtype, device, transport.needs_memory)
         self._in_order = collectives.HostByHost(transport.hosts)
 
@@ -270,22 +303,14 @@ class RingAllReduce(_MessageAllReduce):
         """Start the sum in the bucket's own channel."""
         self._check()
         buffer, event = self._buffers.load(values, key)
-        tag = self._first_tag + key % TAGS
+        tag = tag_of(key, self._generation)
         channel = self._in_order(collectives.channel_of(self._transport, tag))
-        steps = Stepper(collectives.allreduce(channel, buffer), self._transport)
-        pending = _Sum(self._transport, steps, event)
-        self._in_progress.append(pending)
-        pending.begin()
 
-        def wait() -> Tensor:
-            while not steps.has_ended:
-                pending.wait_for_step()
-                self._check()
-            self._in_progress.remove(pending)
+        def end() -> Tensor:
             Buffers.store(buffer, values)
             return values
 
-        return PendingSum(wait)
+        return self._begin(collectives.allreduce(channel, buffer), event, end)
 
     def describe(self) -> str:
         """Return the network and the dtype."""

@@ -22,6 +22,8 @@ from torch import Tensor
 from aladdin_mpi.allreduce import choose
 from aladdin_mpi.allreduce.base import AllReduce, PendingSum
 from aladdin_mpi.allreduce.messages import DirectAllReduce, RingAllReduce
+from aladdin_mpi.allreduce.with_residual import SumCodec, make_all_reduce
+from aladdin_mpi.codec.base import DenseWire
 from aladdin_mpi.control.tags import COORDINATOR, Tag, of_generation
 from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.flat.layout import Bucket
@@ -288,18 +290,25 @@ class PlainSums:
         self._all_reduce.close()
 
 
+def tolerates_failures(name: str, transport: Transport, codec: SumCodec) -> bool:
+    """Return whether sums can be repeated: residuals would have changed by then."""
+    is_plain = isinstance(codec, DenseWire)
+    return is_plain and transport.survives and name in FAULT_TOLERANT_ALLREDUCES
+
+
 def make_sums(
     name: str,
     transport: Transport,
     new_vector: Callable[[], Tensor],
     device: torch.device,
-    wire_dtype: torch.dtype,
+    codec: SumCodec,
+    buckets: Sequence[Bucket],
 ) -> SurvivingSums | PlainSums:
-    """Return sums that tolerate failures, if the transport and the all-reduce ``name`` do.
+    """Return sums that tolerate failures, if the transport, the all-reduce and the codec do.
 
-    ``device`` is that of the summed vectors; the other arguments are those of
-    :class:`SurvivingSums`.
+    ``device`` is that of the summed vectors, ``buckets`` are the parts that will be summed, by
+    their indices; the other arguments are those of :class:`SurvivingSums`.
     """
-    if transport.survives and name in FAULT_TOLERANT_ALLREDUCES:
-        return SurvivingSums(name, transport, new_vector, wire_dtype)
-    return PlainSums(choose.make(name, transport, device, wire_dtype), transport.size)
+    if tolerates_failures(name, transport, codec):
+        return SurvivingSums(name, transport, new_vector, codec.plain.dtype)
+    return PlainSums(make_all_reduce(name, transport, device, codec, buckets), transport.size)

@@ -1,9 +1,10 @@
 """Quantisation in blocks of 256 values, each with a scale and whole multiples of it (steps).
 
 A block's scale is its largest magnitude divided by the number of steps, 127 with 8 bits and
-7 with 4; every value is rounded to the nearest step. A message consists of fp32 words: the
-scales, then the steps, one or two to a byte, padded to a word. Two steps in a byte are stored as
-``16 high + low``, which fits a signed byte and is separated by rounding.
+7 with 4; every value is rounded to the nearest step. With 2 bits a value becomes -s, 0 or s, see
+:func:`_round_to_signs`. A message consists of fp32 words: the scales, then the steps, one, two or
+four to a byte, padded to a word. Two steps in a byte are stored as ``16 high + low``, four as
+``64 d + 16 c + 4 b + a``, which fits a signed byte and is separated by rounding.
 
 All operations run piece by piece, so that all memory passes but the first hit the cache, and
 they allocate only a few words for each block.
@@ -23,16 +24,16 @@ from aladdin_mpi.flat.vectors import BLOCK, is_finite
 
 WIDTH = 256
 """Number of values in a block."""
-BITS = (8, 4)
+BITS = (8, 4, 2)
 """Supported bits per value; their messages differ in length."""
 FUSED_BITS = 8
 """Bits of messages that a GPU reads and writes in one kernel, see :mod:`aladdin_mpi.flat.fused`."""
-SMALLEST = 5
+SMALLEST = 9
 """Smallest number of values with a message that is shorter and of unambiguous length."""
 WORD = 4
 """Bytes in a word of a message."""
-HIGH = 16
-"""Factor of the second of two steps in a byte."""
+THRESHOLD = 0.75
+"""Smallest magnitude that 2 bits represent, relative to the mean magnitude of its block."""
 TINY = 2.0**-126
 """The smallest normal number of fp32: its reciprocal is finite."""
 
@@ -93,7 +94,7 @@ def quantise(values: Tensor, left: Tensor, message: Tensor, bits: int, scratch: 
         values: flat, in fp32; at least ``SMALLEST``.
         left: residual of the same length.
         message: length as by :func:`message_length`, on the same device.
-        bits: 8 or 4.
+        bits: 8, 4 or 2.
         scratch: temporary memory for one piece.
     """
     if bits == FUSED_BITS and fused.is_usable(values, left, message):
@@ -149,6 +150,23 @@ def add_dequantised(message: Tensor, target: Tensor, alpha: float, scratch: Scra
         part.add_(steps.mul_(piece.scales), alpha=alpha)
 
 
+def take(values: Tensor, left: Tensor, message: Tensor, bits: int, scratch: Scratch) -> None:
+    """Move ``left + values`` into a message, as :func:`quantise`; very few are not rounded."""
+    if message.numel() < values.numel():
+        quantise(values, left, message, bits, scratch)
+    else:
+        message.copy_(left.add_(values))
+        left.zero_()
+
+
+def add_message(message: Tensor, target: Tensor, scratch: Scratch) -> None:
+    """Add the values in a message of :func:`take` to ``target``."""
+    if message.numel() < target.numel():
+        add_dequantised(message, target, 1.0, scratch)
+    else:
+        target.add_(message)
+
+
 class _Piece(NamedTuple):
     """Blocks of one width; ``scales`` and ``packed`` view the message, one row per block."""
 
@@ -184,37 +202,52 @@ def _round(x: Tensor, scales: Tensor, steps: Tensor, bits: int) -> None:
     """Compute the scale of every row, and its values as whole steps."""
     # Ten times as fast as vector_norm() with infinity, which is not vectorised.
     torch.amax(torch.abs(x, out=steps), 1, keepdim=True, out=scales)
+    if bits == 2:
+        _round_to_signs(x, scales, steps)
+        return
     scales.mul_(1 / steps_of(bits))
     torch.mul(x, scales.clamp_min(TINY).reciprocal_(), out=steps)
     steps.round_()
 
 
+def _round_to_signs(x: Tensor, scales: Tensor, steps: Tensor) -> None:
+    """Round values to -s, 0 or s; ``scales`` are the largest magnitudes, ``steps`` all magnitudes.
+
+    Of a block's k values above the threshold, s is the mean magnitude, which minimises the squared
+    error: it is the squared norm less k s^2. The error is therefore always smaller than the values,
+    by at least 1/(16 WIDTH) of the squared norm and by 0.8 of it for normal values, so that error
+    feedback keeps the residual bounded (Karimireddy et al., ICML 2019, Lemma 3). The largest
+    magnitude as s, as with more bits, would leave twice the error.
+    """
+    scales.clamp_min_(TINY)
+    steps.mul_(scales.reciprocal())  # so that no sum overflows
+    kept = steps >= THRESHOLD * steps.mean(1, keepdim=True)
+    scales.mul_(steps.mul_(kept).sum(1, keepdim=True) / kept.sum(1, keepdim=True))
+    torch.sign(x, out=steps).mul_(kept)
+
+
 def _pack(steps: Tensor, packed: Tensor, bits: int) -> None:
     """Pack whole steps into bytes; overwrites ``steps``."""
-    if bits == 8:
-        packed.copy_(steps)
-        return
-    low, high = _halves(steps)
-    low[:, : high.shape[1]].add_(high, alpha=HIGH)
-    packed.copy_(low)
+    first, *others = _fields(steps, bits)
+    for place, field in enumerate(others, 1):
+        first[:, : field.shape[1]].add_(field, alpha=2 ** (bits * place))
+    packed.copy_(first)
 
 
 def _unpack(packed: Tensor, steps: Tensor, bits: int) -> None:
     """Unpack steps; the inverse of :func:`_pack`."""
-    if bits == 8:
-        steps.copy_(packed)
-        return
-    low, high = _halves(steps)
-    low.copy_(packed)
-    both = low[:, : high.shape[1]]
-    torch.mul(both, 1 / HIGH, out=high)
-    both.sub_(high.round_(), alpha=HIGH)
+    first, *others = _fields(steps, bits)
+    first.copy_(packed)
+    for place, field in reversed([*enumerate(others, 1)]):
+        factor = 2 ** (bits * place)
+        rest = first[:, : field.shape[1]]
+        torch.mul(rest, 1 / factor, out=field)
+        rest.sub_(field.round_(), alpha=factor)
 
 
-def _halves(steps: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the values in the low and in the high part of their byte."""
-    low = _bytes(steps.shape[1], 4)
-    return steps[:, :low], steps[:, low:]
+def _fields(steps: Tensor, bits: int) -> list[Tensor]:
+    """Return the values in each field of their byte, lowest first; the last may be shorter."""
+    return [*steps.split(_bytes(steps.shape[1], bits), 1)]
 
 
 def _blocks(numel: int) -> int:

@@ -19,15 +19,15 @@ from aladdin_mpi.codec.quantise import (
 )
 from aladdin_mpi.flat.layout import Bucket, Layout
 from aladdin_mpi.flat.vectors import cut, full
-from aladdin_mpi.options.general import QUANTISED_BITS
+from aladdin_mpi.options.general import QUANTISED_BITS, SUM_BITS
 from aladdin_mpi.transport.base import Event
 
 
 class QuantisedCodec(GradientCodec):
     """The codec, with ``left``: the residual of a worker, less than a step for any value.
 
-    Buckets of fewer than five values are sent as they are. Decoding needs no state. ``wire``
-    stages messages and is in fp32. ``bits`` per value, 8 or 4, may be changed at any time, as a
+    Buckets of fewer than nine values are sent as they are. Decoding needs no state. ``wire``
+    stages messages and is in fp32. ``bits`` per value, 8, 4 or 2, may be changed at any time, as a
     message's length determines them.
     """
 
@@ -37,9 +37,9 @@ class QuantisedCodec(GradientCodec):
         self.bits = bits
         self._wire = wire
         self._numel = layout.numel
-        self._scratch = Scratch()
+        self.scratch = Scratch()
         self.left: Tensor | None = None
-        """Flat residual; None until something has been sent."""
+        """Flat residual, in fp32; None until something has been sent."""
 
     @property
     def plain(self) -> DenseWire:
@@ -95,11 +95,15 @@ class QuantisedCodec(GradientCodec):
             return out, None
         if out.numel() == bucket.numel:
             return out, self._wire.encode(values, out)
-        if self.left is None:
-            self.left = torch.zeros(self._numel, device=values.device)
-        message = _on_device_of(out, values)
-        quantise(values, self.left[bucket.part], message, self.bits, self._scratch)
+        message, left = on_device_of(out, values), self.residual(values.device)
+        quantise(values, left[bucket.part], message, self.bits, self.scratch)
         return self._wire.stage(message, out)
+
+    def residual(self, device: torch.device) -> Tensor:
+        """Return ``left``, created on the device of the values if necessary."""
+        if self.left is None:
+            self.left = torch.zeros(self._numel, device=device)
+        return self.left
 
     # -- receiving -------------------------------------------------------------
     def add(self, bucket: Bucket, message: Tensor, target: Tensor, alpha: float = 1.0) -> None:
@@ -109,7 +113,7 @@ class QuantisedCodec(GradientCodec):
         if message.numel() == bucket.numel:
             self._wire.add(bucket, message, target, alpha)
         else:
-            add_dequantised(message, target, alpha, self._scratch)
+            add_dequantised(message, target, alpha, self.scratch)
 
     # -- checkpoints -------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
@@ -155,7 +159,7 @@ class QuantisedEncoder(ModelEncoder):
             return self._whole(key, values, cut(out, 0, bucket.numel))
         message = cut(out, 0, length)
         if not values.is_meta:
-            written = _on_device_of(message, values)
+            written = on_device_of(message, values)
             quantise_difference(values, shadow, written, bits, self._scratch)
             if written is not message:
                 message.copy_(written)
@@ -188,7 +192,7 @@ class QuantisedDecoder(ModelDecoder):
         add_dequantised(message, last, 1.0, self._scratch)
 
 
-def _on_device_of(out: Tensor, values: Tensor) -> Tensor:
+def on_device_of(out: Tensor, values: Tensor) -> Tensor:
     """Return ``out``, or as much memory on the device of ``values``."""
     return out if out.device == values.device else torch.empty_like(out, device=values.device)
 
@@ -197,7 +201,7 @@ def bits_of(name: str) -> tuple[int, ...]:
     """Return the bits per value that a ``--wire`` allows, in decreasing order."""
     if name == "auto":
         return tuple(sorted(QUANTISED_BITS.values(), reverse=True))
-    return (QUANTISED_BITS.get(name, 8 * _dtype(name).itemsize),)
+    return (SUM_BITS.get(name, 8 * _dtype(name).itemsize),)
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -220,4 +224,4 @@ def make_codec(
     if name == "fp32" and dtype is not None:
         on_wire = full(dtype)
     wire = DenseWire(on_wire, device, moves_bytes)
-    return QuantisedCodec(wire, layout, QUANTISED_BITS[name]) if name in QUANTISED_BITS else wire
+    return QuantisedCodec(wire, layout, SUM_BITS[name]) if name in SUM_BITS else wire

@@ -28,6 +28,7 @@ from pydantic import (
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.general import (
     QUANTISED_BITS,
+    SUM_BITS,
     Fraction,
     GeneralOptions,
     PositiveShare,
@@ -42,6 +43,7 @@ Holder = Literal["servers", "first", "all"]
 Optimizers = Literal["any", "by-value", "sgd"]
 """All; those that treat each value alike, since models are split; momentum SGD only."""
 Clips = Literal["own", "mean", "parts"]
+Summed = Literal["gradients", "progress"]
 AlphaRule = Literal["theory", "since-last", "literal"]
 """Rules by which ALADDIN's server chooses a worker's weight of the global model."""
 Allreduce = Literal["auto", "ring", "mpi", "horovod", "torch"]
@@ -79,8 +81,10 @@ class Algorithm:
             mean of all workers' models (the consensus).
         has_centre: workers have their own models, which are drawn to the servers' model.
         least_workers: smallest number of workers that it requires.
-        compresses: gradients can be compressed.
+        compresses: gradients can be compressed by deep gradient compression.
         quantises: gradients and models can be quantised.
+        all_reduces: summand of its all-reduces, which can be quantised or approximated by a low
+            rank: gradients, or differences of models; None: these cannot.
         whole_models: the algorithm tolerates models that are sent rounded to bf16.
         auto_wire: the format of ``--wire auto``; the initial one if it adapts.
         node_sums: a node can be one of its workers (per-node aggregation).
@@ -107,6 +111,7 @@ class Algorithm:
     least_workers: int = 1
     compresses: bool = False
     quantises: bool = False
+    all_reduces: Summed | None = None
     whole_models: bool = True
     auto_wire: str = "fp32"
     node_sums: bool = False
@@ -493,6 +498,12 @@ class ArSgdOptions(OwnOptions):
     )
 
 
+def _sums_need_all(run: GeneralOptions, allreduce: Allreduce) -> bool:
+    """Return whether sums cannot be repeated after a failure: residuals have changed already."""
+    has_residuals = run.compression != "none" or run.wire in SUM_BITS
+    return has_residuals or allreduce not in FAULT_TOLERANT_ALLREDUCES
+
+
 AR_SGD = Algorithm(
     "ar-sgd",
     ArSgdOptions,
@@ -500,10 +511,8 @@ AR_SGD = Algorithm(
     lockstep=True,
     holder="first",
     compresses=True,
-    needs_all=lambda run: (
-        run.compression != "none"
-        or own(run, ArSgdOptions).allreduce not in FAULT_TOLERANT_ALLREDUCES
-    ),
+    all_reduces="gradients",
+    needs_all=lambda run: _sums_need_all(run, own(run, ArSgdOptions).allreduce),
     collective=True,
     clips="mean",
     takes_writes=True,
@@ -531,7 +540,8 @@ LOCAL_SGD = Algorithm(
     node_sums=True,
     lockstep=True,
     holder="all",
-    needs_all=lambda run: own(run, LocalSgdOptions).allreduce not in FAULT_TOLERANT_ALLREDUCES,
+    all_reduces="progress",
+    needs_all=lambda run: _sums_need_all(run, own(run, LocalSgdOptions).allreduce),
     collective=True,
 )
 
@@ -590,7 +600,8 @@ DILOCO = Algorithm(
     node_sums=True,
     lockstep=True,
     holder="first",
-    needs_all=lambda run: own(run, DilocoOptions).allreduce not in FAULT_TOLERANT_ALLREDUCES,
+    all_reduces="progress",
+    needs_all=lambda run: _sums_need_all(run, own(run, DilocoOptions).allreduce),
     collective=True,
     check=_check_fragments,
     on_resize="the outer momentum is kept",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import ALGORITHMS, Algorithm, find_algorithm
-from aladdin_mpi.options.general import QUANTISED_BITS, GeneralOptions
+from aladdin_mpi.options.general import QUANTISED_BITS, SUM_BITS, GeneralOptions
 
 
 def place_of_momentum(algorithm: Algorithm, options: GeneralOptions) -> str:
@@ -28,11 +28,12 @@ def marks_unused(algorithm: Algorithm, options: GeneralOptions) -> bool:
 def steps_unused(algorithm: Algorithm, options: GeneralOptions) -> bool:
     """Return whether parameters that no worker's batch uses are stepped with a gradient of zero.
 
-    Quantised gradients have no sign of zero, which would mark these parameters for other ranks
-    (:mod:`aladdin_mpi.flat.unused`).
+    Quantised gradients, and those of low rank, have no sign of zero, which would mark these
+    parameters for other ranks (:mod:`aladdin_mpi.flat.unused`).
     """
-    is_quantised = algorithm.wire(options) in QUANTISED_BITS
-    return algorithm.steps_unused or (is_quantised and _servers_step(algorithm, options))
+    loses_marks = algorithm.wire(options) in SUM_BITS or options.compression == "powersgd"
+    steps_along = algorithm.all_reduces == "gradients" or _servers_step(algorithm, options)
+    return algorithm.steps_unused or (loses_marks and steps_along)
 
 
 def check_ranks(algorithm: Algorithm, size: int, servers: int) -> None:
@@ -78,34 +79,9 @@ def checked_algorithm(options: GeneralOptions, size: int) -> Algorithm:
 
 def _conflicts(algorithm: Algorithm, options: GeneralOptions) -> Iterator[str]:
     """Why the algorithm does not suit the other options, with the remedy."""
-    name, compression, wire = algorithm.name, options.compression, options.wire
-    compresses, quantises = compression != "none", wire in QUANTISED_BITS
-    if compresses and not algorithm.compresses:
-        yield (
-            f"--compression {compression} requires an algorithm that sends gradients "
-            f"({_able(lambda each: each.compresses)}); {name} does not. Leave the option out."
-        )
-    place = place_of_momentum(algorithm, options)
-    if compresses and place != "worker":  # compressed are steps with the worker's momentum
-        yield (
-            f"--compression {compression} cannot be combined with --{name}-momentum {place}. "
-            "Leave one out."
-        )
-    if wire == "bf16" and not algorithm.whole_models:
-        yield (
-            f"--wire bf16 cannot be combined with {name}, which needs small differences between "
-            "models that bf16 rounds away. Use --wire int8, which also sends less."
-        )
-    if quantises and not algorithm.quantises:
-        yield (
-            f"--wire {wire} requires an algorithm that sends gradients to servers "
-            f"({_able(lambda each: each.quantises)}); {name} does not. Use --wire bf16."
-        )
-    if quantises and compresses:
-        yield (
-            f"--wire {wire} cannot be combined with --compression {compression}. Use --wire "
-            "bf16, or leave one out."
-        )
+    name, compression = algorithm.name, options.compression
+    yield from _compression_conflicts(algorithm, options)
+    yield from _wire_conflicts(algorithm, options)
     if options.node_sums and not algorithm.node_sums:
         yield (
             "--node-sums requires an algorithm that supports per-node aggregation "
@@ -114,7 +90,7 @@ def _conflicts(algorithm: Algorithm, options: GeneralOptions) -> Iterator[str]:
     in_collective = f"which {name} sends in a collective of all workers"
     for flag, is_given, why in (
         ("--max-loss", options.max_loss is not None, "which checks the loss of each worker"),
-        (f"--compression {compression}", compresses and algorithm.collective, in_collective),
+        ("--compression dgc", compression == "dgc" and algorithm.collective, in_collective),
         ("--allow-resize", options.allow_resize, "as each node is one worker"),
     ):
         if options.node_sums and is_given:
@@ -125,6 +101,72 @@ def _conflicts(algorithm: Algorithm, options: GeneralOptions) -> Iterator[str]:
             f"({_able(lambda each: not each.collective)}); {name} uses the collectives of a "
             "library. Leave the option out."
         )
+
+
+def _compression_conflicts(algorithm: Algorithm, options: GeneralOptions) -> Iterator[str]:
+    """Why the algorithm does not suit ``--compression``, with the remedy."""
+    name, compression = algorithm.name, options.compression
+    if compression == "dgc" and not algorithm.compresses:
+        yield (
+            "--compression dgc requires an algorithm that sends gradients "
+            f"({_able(lambda each: each.compresses)}); {name} does not. Leave the option out."
+        )
+    if compression == "powersgd" and algorithm.all_reduces is None:
+        remedy = "Use --compression dgc" if algorithm.compresses else "Leave the option out"
+        yield (
+            "--compression powersgd requires an algorithm that sums over all workers "
+            f"({_able(_all_reduces)}); {name} does not. {remedy}."
+        )
+    if compression == "powersgd" and options.wire not in ("auto", "fp32"):
+        yield (
+            f"--wire {options.wire} cannot be combined with --compression powersgd, whose factors "
+            "are sent in fp32. Leave one out."
+        )
+    place = place_of_momentum(algorithm, options)
+    if compression != "none" and place != "worker":  # what is compressed includes the momentum
+        yield (
+            f"--compression {compression} cannot be combined with --{name}-momentum {place}. "
+            "Leave one out."
+        )
+
+
+def _wire_conflicts(algorithm: Algorithm, options: GeneralOptions) -> Iterator[str]:
+    """Why the algorithm does not suit ``--wire``, with the remedy."""
+    name, wire = algorithm.name, options.wire
+    if wire == "bf16" and not algorithm.whole_models:
+        yield (
+            f"--wire bf16 cannot be combined with {name}, which needs small differences between "
+            "models that bf16 rounds away. Use --wire int8, which also sends less."
+        )
+    if wire not in SUM_BITS:
+        return
+    if wire not in QUANTISED_BITS and algorithm.all_reduces is None:
+        yield (
+            f"--wire {wire} requires an algorithm that sums over all workers "
+            f"({_able(_all_reduces)}); {name} does not. Use --wire "
+            f"{'int4' if algorithm.quantises else 'bf16'}."
+        )
+    if not (algorithm.quantises or algorithm.all_reduces):
+        able = _able(lambda each: each.quantises or _all_reduces(each))
+        yield (
+            f"--wire {wire} requires an algorithm with servers or with sums over all workers "
+            f"({able}); {name} has neither. Use --wire bf16."
+        )
+    if options.compression != "none":
+        yield (
+            f"--wire {wire} cannot be combined with --compression {options.compression}. Use "
+            "--wire bf16, or leave one out."
+        )
+    library = str(getattr(getattr(options, algorithm.group, None), "allreduce", "auto"))
+    if algorithm.all_reduces and library != "auto":
+        yield (
+            f"--wire {wire} cannot be combined with --{name}-allreduce {library}, which adds the "
+            f"values it sends. Leave --{name}-allreduce out, or use --wire bf16."
+        )
+
+
+def _all_reduces(algorithm: Algorithm) -> bool:
+    return algorithm.all_reduces is not None
 
 
 def _able(has_trait: Callable[[Algorithm], bool]) -> str:

@@ -43,6 +43,8 @@ FORWARD_SHARE = 1 / 3
 """Share of a step's time that is the forward pass; the rest is backward."""
 QUANTISED_BITS = {"int8": 8, "int4": 4}
 """Bits of the quantised wires, which use error feedback."""
+SUM_BITS = {**QUANTISED_BITS, "int2": 2}
+"""Bits of the quantised wires of sums over all workers."""
 
 SGD_RATE, OTHER_RATE = 0.01, 0.001
 SGD_DECAY = 1e-4
@@ -50,7 +52,7 @@ OWN_DECAY = {"adamw": 0.01, "muon": 0.1}
 """Default weight decay of torch's optimizers, if it is not 0."""
 
 Precision = Literal["fp32", "bf16", "fp16"]
-Wire = Literal["auto", "fp32", "bf16", "int8", "int4"]
+Wire = Literal["auto", "fp32", "bf16", "int8", "int4", "int2"]
 Augment = Literal[
     "auto", "none", "crop-flip", "imagenet", "autoaugment", "randaugment", "trivialaugment"
 ]
@@ -155,6 +157,19 @@ class DgcOptions(BaseModel):
         """
         passed = min(samples // max(1, epoch), self.warmup_epochs)
         return self.ratio ** ((passed + 1) / (self.warmup_epochs + 1))
+
+
+class PowersgdOptions(BaseModel):
+    """For --compression powersgd (Vogels et al., NeurIPS 2019)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    rank: PositiveInt = option(
+        2,
+        "rank of the approximation of each weight matrix or kernel",
+        "RANK",
+        details="those that it would not make smaller, such as biases, are sent whole",
+    )
 
 
 run_option = partial(option, group="run")
@@ -422,11 +437,11 @@ class GeneralOptions(BaseModel):
         "division of the parameters among servers",
         details="memory: equal parts, regardless of layer boundaries; layer: whole layers",
     )
-    compression: Literal["none", "dgc"] = communication_option(
+    compression: Literal["none", "dgc", "powersgd"] = communication_option(
         "none",
-        "gradient compression; dgc: deep gradient compression",
-        details="requires an algorithm that sends gradients",
-        common=True,
+        "compression of gradients",
+        details="dgc: deep gradient compression, for algorithms that send gradients; powersgd: "
+        "approximation of low rank, for ar-sgd, local-sgd and diloco",
     )
     checksum: bool = communication_option(
         False, "checksums on gradients and models; damaged messages are rejected"
@@ -434,10 +449,10 @@ class GeneralOptions(BaseModel):
     wire: Wire = communication_option(
         "auto",
         "number format of messages",
-        details="int8, int4: quantised in blocks, for algorithms with servers; error feedback "
-        "compensates for the rounding, and models are sent as differences; auto: int8 for "
-        "aladdin-ahead (int4 while links are saturated), fp32 for others; fp32 keeps float64 "
-        "models in float64",
+        details="int8, int4: quantised in blocks, for algorithms with servers and for ar-sgd, "
+        "local-sgd and diloco; int2: three values, for these three; error feedback compensates "
+        "for the rounding, and servers send models as differences; auto: int8 for aladdin-ahead "
+        "(int4 while links are saturated), fp32 for others; fp32 keeps float64 models in float64",
         common=True,
     )
 
@@ -544,6 +559,7 @@ class GeneralOptions(BaseModel):
     quiet: bool = output_option(False, "print no progress")
 
     dgc: DgcOptions = nested(DgcOptions)
+    powersgd: PowersgdOptions = nested(PowersgdOptions)
 
     @field_validator("data_dir", "run_dir", "resume", mode="before")
     @classmethod

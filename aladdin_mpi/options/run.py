@@ -334,7 +334,8 @@ def resumed_settings(model: type[BaseModel], given: Settings, run_dir: Path) -> 
 
 
 # -- options without effect -----------------------------------------------------------------
-DGC = "dgc"
+COMPRESSIONS = ("dgc", "powersgd")
+"""Values of ``--compression`` that have options of their own."""
 GROUPS = {name for name, info in RunOptions.model_fields.items() if submodel(info)}
 """Fields of RunOptions that contain the options of an algorithm or of a compression."""
 
@@ -351,12 +352,14 @@ def unused(options: RunOptions, given: Settings) -> dict[str, str]:
     """
     # An unknown algorithm is refused later, on all ranks at once.
     used = {each.group for name, each in ALGORITHMS.items() if name == options.algorithm}
-    if options.compression == DGC:
-        used.add(DGC)
+    used.add(options.compression)
+    remedies = {
+        name: f"without --compression {name}. Add --compression {name}, or leave it out."
+        for name in COMPRESSIONS
+    }
     remedy = f"with --algorithm {options.algorithm}. Leave it out."
-    of_dgc = f"without --compression {DGC}. Add --compression {DGC}, or leave it out."
     return {
-        setting.origin: of_dgc if path[0] == DGC else remedy
+        setting.origin: remedies.get(path[0], remedy)
         for path, setting in given.items()
         if path[0] in GROUPS - used and setting.origin.startswith("--")
     }

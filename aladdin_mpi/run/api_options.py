@@ -75,7 +75,7 @@ def as_arguments(text: str) -> str:
     return re.sub(r"--[a-z][a-z-]*", lambda match: _ARGUMENTS.get(match[0], match[0]), text)
 
 
-PARALLEL_ONLY = ("servers", "wire", "checksum", "compression", "dgc")
+PARALLEL_ONLY = ("servers", "wire", "checksum", "compression", "dgc", "powersgd")
 """Settings that have no meaning for a single process."""
 
 

@@ -23,7 +23,7 @@ from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.from_torch import TorchOptimizer
 from aladdin_mpi.optimizers.sgd import MomentumSGD, scale_of
 from aladdin_mpi.options.checks import marks_unused, steps_unused
-from aladdin_mpi.options.general import QUANTISED_BITS
+from aladdin_mpi.options.general import QUANTISED_BITS, SUM_BITS
 from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.session.context import Context
 from aladdin_mpi.session.user_optimizer import UserOptimizer, check_length
@@ -49,7 +49,7 @@ def make_optimizer(
     """
     options, x = context.options, context.replica.parameters
     if own is None:
-        clip = options.dgc.clip if options.compression != "none" else None
+        clip = options.dgc.clip if options.compression == "dgc" else None
         return momentum_sgd(options, x, clip and clip / sqrt(len(context.leaders)))
     if steps is not None:
         check_length(own, steps)
@@ -62,7 +62,7 @@ def make_wire(context: Context, optimizer: Optimizer, epoch: int) -> GradientCod
     """Return the codec of gradients; ``epoch``, in samples, is the unit of a warm-up.
 
     Raises:
-        UserError: float64 would be rounded by default.
+        UserError: float64 would be rounded by default, or cannot be compressed.
     """
     options, x, layout = context.options, context.replica.parameters, context.layout
     moves_bytes = context.transport.needs_memory
@@ -73,11 +73,22 @@ def make_wire(context: Context, optimizer: Optimizer, epoch: int) -> GradientCod
             "on the wire unless --wire says otherwise. Pass --wire fp32, which sends float64 as "
             f"it is, or --wire {name} to accept the rounding"
         )
+    has_low_rank = options.compression == "powersgd"
+    if x.dtype == torch.float64 and context.algorithm.all_reduces is not None:
+        for option, is_given in (
+            (f"--wire {name}", name in SUM_BITS),
+            ("--compression powersgd", has_low_rank),
+        ):
+            if is_given:
+                raise UserError(
+                    f"{option} requires parameters in float32 or less, and the model's are "
+                    "float64. Leave the option out, or call model.float()."
+                )
     wire = make_codec(name, layout, x.device, moves_bytes, x.dtype)
     own = implementation(context.algorithm).codec
     if own is not None:
         return own(wire, layout)
-    if options.compression == "none":
+    if options.compression != "dgc":
         return wire
     dgc = options.dgc
     velocity = optimizer.velocity if isinstance(optimizer, MomentumSGD) else None
@@ -166,7 +177,7 @@ def make_worker(
         lr,
         Clipping(
             None if is_led else options.clip,
-            "own" if options.compression != "none" else algorithm.clips,
+            "own" if options.compression == "dgc" else algorithm.clips,
             computing.may_clip,
             options.wait_free and options.max_loss is None,
         ),

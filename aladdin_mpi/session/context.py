@@ -217,7 +217,9 @@ def make_layout(
         options = options.model_copy(update={"servers": max(1, servers)})
         return own_layout(replica, workers, options)
     sizes = options.bucket_mb, options.shard_mb
-    return cut(replica.numel, servers, *sizes, options.sharding, replica.layers)
+    layout = cut(replica.numel, servers, *sizes, options.sharding, replica.layers)
+    has_low_rank = options.compression == "powersgd"
+    return between_parameters(layout, replica.sizes) if has_low_rank else layout
 
 
 MOST_APART = 1e-3

@@ -215,6 +215,7 @@ class Worker(Stateful):
         self.projects = project is not None
         """Whether :attr:`project` changes models."""
         self._lr_scale = lr_scale
+        self._steps_unused = steps_unused
         self.step: RealStep | ModelledStep
         if pace.seconds is not None:
             self.step = ModelledStep(transport, layout, replica, compute, pace.seconds, pace)
@@ -388,6 +389,8 @@ class Worker(Stateful):
         The sum is read, which waits for a device, only if this worker itself has no gradient for
         some parameter.
         """
+        if self._steps_unused:
+            return ()
         return self._stages.marks.read(bucket, total, self.replica.unused)
 
     def settle(self, lag: int = 0) -> None:

@@ -24,6 +24,8 @@ DETERMINISTIC: dict[str, dict[str, Any]] = {
     "ar-sgd ring": {"ar_sgd": {"allreduce": "ring"}},
     "ar-sgd bf16": {"wire": "bf16"},
     "ar-sgd dgc": DGC,
+    "ar-sgd int4": {"wire": "int4"},
+    "ar-sgd powersgd": {"compression": "powersgd"},
     "bsp": {},
     "bsp bf16": {"wire": "bf16"},
     "bsp dgc": DGC,

@@ -37,6 +37,13 @@ VARIANTS: dict[str, list[object]] = {
     "async-diloco int4": [
         *("--algorithm", "async-diloco", "--async-diloco-steps", 3, "--wire", "int4")
     ],
+    "ar-sgd int4": ["--algorithm", "ar-sgd", "--wire", "int4"],
+    "ar-sgd powersgd": ["--algorithm", "ar-sgd", "--compression", "powersgd"],
+    "local-sgd int2": ["--algorithm", "local-sgd", "--wire", "int2"],
+    "diloco powersgd": [
+        *("--algorithm", "diloco", "--compression", "powersgd", "--powersgd-rank", 1),
+        *("--diloco-steps", 4, "--diloco-fragments", 2, "--diloco-overlap", 1),
+    ],
     "asp server": ["--algorithm", "asp", "--asp-momentum", "server"],
     "bsp host-first": ["--algorithm", "bsp", "--bsp-host-first"],
     "asp by layers": ["--algorithm", "asp", "--sharding", "layer", "--servers", 2],
@@ -120,8 +127,7 @@ def test_compression_rejects_unsuitable_algorithm_or_option(
 @pytest.mark.parametrize(
     ("words", "cause"),
     [
-        (["ar-sgd"], r"\(adsp, aladdin, .*\bar-sgd\b.*--wire bf16"),
-        (["local-sgd"], r"\blocal-sgd\b"),
+        (["sgp"], r"\(adsp, aladdin, .*\bsgp\b.*--wire bf16"),
         (["gosgd"], r"\bgosgd\b"),
         (["multistep"], r"\bmultistep\b"),
         (["bsp", "--bsp-host-first"], "--bsp-host-first"),

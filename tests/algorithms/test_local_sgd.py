@@ -234,3 +234,14 @@ def test_local_sgd_timed_computing_sends_the_same_bytes(tmp_path: Path) -> None:
     for wire in ("fp32", "bf16"):
         assert sent["local-sgd", wire] == pytest.approx(sent["ar-sgd", wire] / 4, rel=0.02)
     assert sent["local-sgd", "bf16"] == pytest.approx(sent["local-sgd", "fp32"] / 2, rel=0.02)
+
+
+@pytest.mark.parametrize("algorithm", ["local-sgd", "diloco"])
+def test_state_from_before_sums_could_be_quantised_is_restored(algorithm: str) -> None:
+    (worker, *_) = run(Job(algorithm, workers=2, samples=32)).workers
+    state = worker.role.state_dict()
+    assert state.pop("codec") == {}
+    expected = worker.role.x.clone()
+    worker.role.x.zero_()
+    worker.role.load_state_dict(state)
+    assert torch.equal(worker.role.x, expected)

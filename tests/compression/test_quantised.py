@@ -1,4 +1,4 @@
-"""Quantisation of gradients and models to 8 or 4 bits: rounding and conservation."""
+"""Quantisation of gradients and models to 8, 4 or 2 bits: rounding and conservation."""
 
 from __future__ import annotations
 
@@ -30,13 +30,15 @@ from aladdin_mpi.codec.quantised import (
 )
 from aladdin_mpi.flat.layout import Bucket, Layout, cut
 from aladdin_mpi.flat.vectors import BLOCK
-from aladdin_mpi.options.general import QUANTISED_BITS
+from aladdin_mpi.options.general import SUM_BITS
 from aladdin_mpi.transport.checksums import is_void, void
 
 CPU = torch.device("cpu")
-SIZES = [5, 7, 127, 255, 256, 257, 511, 11597, BLOCK, BLOCK + 1, 2 * BLOCK + 300]
-FEW = [1, 2, 3, 4]
-both = pytest.mark.parametrize("bits", BITS)
+SIZES = [9, 11, 127, 255, 256, 257, 511, 11597, BLOCK, BLOCK + 1, 2 * BLOCK + 300]
+FEW = [1, 2, 4, 8]
+all_bits = pytest.mark.parametrize("bits", BITS)
+both = pytest.mark.parametrize("bits", [8, 4])
+"""Bits whose steps are those of the largest value."""
 sizes = pytest.mark.parametrize("numel", SIZES)
 
 
@@ -77,7 +79,7 @@ def layout_of(numel: int) -> Layout:
 
 
 def codec_of(numel: int, bits: int = 8) -> QuantisedCodec:
-    wire = {bits: name for name, bits in QUANTISED_BITS.items()}[bits]
+    wire = {bits: name for name, bits in SUM_BITS.items()}[bits]
     codec = make_codec(wire, layout_of(numel), CPU)
     assert isinstance(codec, QuantisedCodec)
     return codec
@@ -90,7 +92,7 @@ def test_message_length_identifies_format() -> None:
         if numel < SMALLEST:
             assert lengths == [numel] * len(BITS)
         else:
-            assert len({numel, *lengths}) == 3
+            assert len({numel, *lengths}) == 1 + len(BITS)
             assert max(lengths) < numel
             assert [bits_of(numel, length) for length in lengths] == list(BITS)
         assert bits_of(numel, numel) is None
@@ -101,14 +103,14 @@ def test_bits_of_rejects_unknown_message_length() -> None:
         bits_of(1000, 500)
 
 
-@pytest.mark.parametrize(("bits", "share"), [(8, 0.25), (4, 0.125)])
-def test_quantised_message_is_a_quarter_or_an_eighth_of_fp32(bits: int, share: float) -> None:
+@pytest.mark.parametrize(("bits", "share"), [(8, 1 / 4), (4, 1 / 8), (2, 1 / 16)])
+def test_quantised_message_has_bits_over_32_of_the_bytes_in_fp32(bits: int, share: float) -> None:
     assert message_length(1_000_000, bits) == pytest.approx((share + 1 / 256) * 1e6, abs=2)
 
 
-@pytest.mark.parametrize(("bits", "steps"), [(8, 127), (4, 7)])
+@pytest.mark.parametrize(("bits", "steps"), [(8, 127), (4, 7), (2, 1)])
 def test_quantisation_is_exact_for_multiples_of_step(bits: int, steps: int) -> None:
-    values = torch.arange(-steps, steps + 1).float()
+    values = torch.arange(-steps, steps + 1).float().repeat(3)
     message, left = sent(values, bits)
     torch.testing.assert_close(read(message, len(values)), values)
     assert left.abs().max() < 1e-4
@@ -130,7 +132,40 @@ def test_quantisation_rounds_values_to_nearest_step(bits: int, numel: int) -> No
     assert float(whole.abs().max()) == pytest.approx(steps_of(bits))
 
 
-@both
+@sizes
+def test_two_bits_send_the_mean_magnitude_of_large_values(numel: int) -> None:
+    values = drawn(numel)
+    message, left = sent(values, 2)
+    result = read(message, numel)
+    torch.testing.assert_close(result + left, values)
+    for block, mine in zip(values.split(WIDTH), result.split(WIDTH), strict=True):
+        size = block.abs()
+        kept = size >= 0.75 * size.mean()
+        expected = torch.where(kept, size[kept].mean() * block.sign(), 0.0)
+        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=0)
+        assert (mine - block).norm() < 0.7 * block.norm() or not block.any()
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_error_feedback_of_two_bits_stays_bounded(is_sparse: bool) -> None:
+    """Also if one value of each block is much larger than all others."""
+    random = torch.Generator().manual_seed(0)
+    left, message = torch.zeros(1000), torch.empty(message_length(1000, 2))
+    whole, arrived = torch.zeros(2, 1000, dtype=torch.float64)
+    norms = []
+    for _ in range(400):
+        values = torch.randn(1000, generator=random) + 0.5
+        if is_sparse:
+            values[::200] *= 1000
+        quantise(values, left, message, 2, Scratch())
+        whole += values
+        arrived += read(message, 1000)
+        norms.append(float(left.norm()))
+    torch.testing.assert_close(arrived + left, whole, rtol=1e-4, atol=1e-2)
+    assert max(norms[200:]) < 1.5 * max(norms[100:200])
+
+
+@all_bits
 def test_quantisation_keeps_zeros(bits: int) -> None:
     message, left = sent(torch.zeros(600), bits)
     assert not read(message, 600).any()
@@ -138,7 +173,7 @@ def test_quantisation_keeps_zeros(bits: int) -> None:
     assert not scales_of(message, 600).any()
 
 
-@both
+@all_bits
 @pytest.mark.parametrize("size", [1e-45, 1e-39, 1e-37, 3e38])
 def test_quantisation_handles_smallest_and_largest_values(bits: int, size: float) -> None:
     values = drawn(600).sign() * size
@@ -149,7 +184,7 @@ def test_quantisation_handles_smallest_and_largest_values(bits: int, size: float
     assert ((result + left - values).abs() <= 1e-5 * size).all()
 
 
-@both
+@all_bits
 @pytest.mark.parametrize("bad", [nan, inf, -inf])
 @pytest.mark.parametrize("place", [0, 300, 599])
 def test_non_finite_values_reach_scales_but_not_residual(bits: int, bad: float, place: int) -> None:
@@ -161,7 +196,7 @@ def test_non_finite_values_reach_scales_but_not_residual(bits: int, bad: float, 
     assert left.isfinite().all()
 
 
-@both
+@all_bits
 def test_alpha_scales_dequantised_values(bits: int) -> None:
     values = drawn(700)
     message, _ = sent(values, bits)
@@ -241,7 +276,7 @@ def test_restored_codec_state_is_bit_identical() -> None:
     assert other.left is not codec.left
 
 
-@both
+@all_bits
 def test_void_quantised_message_is_detected(bits: int) -> None:
     message, _ = sent(drawn(1000), bits)
     assert not is_void(message)
@@ -340,12 +375,12 @@ def test_decoder_ignores_differences_after_loss_until_whole_bucket() -> None:
     assert line.send()[0] < 1000
 
 
-@pytest.mark.parametrize("wire", QUANTISED_BITS)
+@pytest.mark.parametrize("wire", SUM_BITS)
 @pytest.mark.parametrize("moves_bytes", [False, True])
 def test_quantised_message_lengths_are_right_with_timed_computing(
     wire: str, moves_bytes: bool
 ) -> None:
-    bits, meta = QUANTISED_BITS[wire], torch.device("meta")
+    bits, meta = SUM_BITS[wire], torch.device("meta")
     codec = make_codec(wire, layout_of(1000), meta, moves_bytes)
     bucket, values = Bucket(0, 0, 1000, 0), torch.zeros(1000, device=meta)
     room = codec.buffer_for(values)

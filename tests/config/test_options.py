@@ -110,7 +110,7 @@ def test_help_has_groups_units_and_choices() -> None:
     for title in ("aladdin", "cluster"):
         assert text.count(f"\n{title}:\n") == 1
     assert "--timeout SECONDS" in text
-    assert "--wire {auto,fp32,bf16,int8,int4}" in text
+    assert "--wire {auto,fp32,bf16,int8,int4,int2}" in text
     assert "--[no-]nesterov " in text
     assert "--cluster FILE" in text
 

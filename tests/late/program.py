@@ -46,7 +46,7 @@ SUMMED_BY = {"ar-sgd": "Iallreduce", "ar-sgd ring": "ring", "multistep": "Iallto
 """Operation that starts a sum: the first message of a ring, or a collective of MPI."""
 OTHER_DELAYS = [(200, 0), (10_000, 0), (500, 1000)]
 """Short copies, long copies, slow kernels."""
-FEW_EQUAL = ("ar-sgd", "bsp int8", "local-sgd", "multistep", "sgp bf16")
+FEW_EQUAL = ("ar-sgd", "ar-sgd int4", "bsp int8", "local-sgd", "multistep", "sgp bf16")
 """One run for each path of gradients and models; the other runs take a minute."""
 WITH_OTHER_DELAYS = ("ar-sgd", "bsp bf16", "bsp dgc", "sgp")
 RESUMED = ("ar-sgd dgc", "bsp", "multistep", "sgp")

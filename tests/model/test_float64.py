@@ -128,6 +128,21 @@ def test_float64_model_rejects_quantised_default_wire(tmp_path: Path) -> None:
         simulated("aladdin-ahead", tmp_path, wire="auto")
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "settings", "option"),
+    [
+        ("ar-sgd", {"wire": "int4"}, "wire int4"),
+        ("diloco", {"compression": "powersgd"}, "compression powersgd"),
+    ],
+    ids=["int4", "powersgd"],
+)
+def test_float64_model_rejects_compressed_sums(
+    tmp_path: Path, algorithm: str, settings: dict[str, Any], option: str
+) -> None:
+    with pytest.raises(UserError, match=rf"{option} requires .*float64. Leave the option out"):
+        simulated(algorithm, tmp_path, **settings)
+
+
 PROGRAM = Path(__file__).parent / "programs" / "train_in_float64.py"
 
 

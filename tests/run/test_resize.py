@@ -31,6 +31,10 @@ VARIANTS: dict[str, list[object]] = {
     "aladdin lazy": ["--algorithm", "aladdin", "--aladdin-pi", 3, "--aladdin-momentum", "split"],
     "asp dgc": ["--algorithm", "asp", *DGC],
     "ar-sgd dgc": ["--algorithm", "ar-sgd", *DGC],
+    "ar-sgd int4": ["--algorithm", "ar-sgd", "--wire", "int4"],
+    "ar-sgd powersgd": ["--algorithm", "ar-sgd", "--compression", "powersgd"],
+    "local-sgd int2": ["--algorithm", "local-sgd", "--wire", "int2"],
+    "diloco powersgd": ["--algorithm", "diloco", "--compression", "powersgd"],
     "adsp int4": ["--algorithm", "adsp", "--wire", "int4"],
     "async-diloco int4": [
         *("--algorithm", "async-diloco", "--wire", "int4", "--async-diloco-steps", 3)

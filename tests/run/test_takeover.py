@@ -194,9 +194,21 @@ def may_end(plan: Schedule, outcome: Outcome) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(max(4, SCHEDULES // 5)))
-def test_surviving_ranks_continue_with_compressed_all_reduce(seed: int, tmp_path: Path) -> None:
-    plan = schedule("ar-sgd", seed)
-    plan.settings |= {"compression": "dgc", "dgc": {"warmup_epochs": 0}}
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [
+        ("ar-sgd", {"compression": "dgc", "dgc": {"warmup_epochs": 0}}),
+        ("ar-sgd", {"wire": "int4"}),
+        ("local-sgd", {"compression": "powersgd"}),
+        ("diloco", {"wire": "int8", "diloco": {"steps": 3}}),
+    ],
+    ids=["dgc", "int4", "powersgd", "diloco"],
+)
+def test_surviving_ranks_continue_with_compressed_all_reduce(
+    algorithm: str, settings: dict[str, Any], seed: int, tmp_path: Path
+) -> None:
+    plan = schedule(algorithm, seed)
+    plan.settings |= settings
     check(plan, play(plan, tmp_path / "run"))
 
 

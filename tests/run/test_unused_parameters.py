@@ -225,8 +225,10 @@ def test_per_node_aggregation_marks_unused_parameters(tmp_path: Path, algorithm:
         ("multistep", {}),
         ("bsp", {"wire": "int8"}),
         ("asp", {"wire": "int4", "asp": {"momentum": "server"}}),
+        ("ar-sgd", {"wire": "int4"}),
+        ("ar-sgd", {"compression": "powersgd"}),
     ],
-    ids=["eamsgd", "multistep", "bsp", "asp"],
+    ids=["eamsgd", "multistep", "bsp", "asp", "ar-sgd int4", "ar-sgd powersgd"],
 )
 def test_run_that_updates_unused_parameters_warns_once(
     tmp_path: Path,
