@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, get_args
@@ -61,10 +61,10 @@ TITLE = "Training over slow links"
 NOTES = f"""\
 gpt: a character-level GPT of 110,400 parameters on the sources of Python's standard library, AdamW
 (beta 0.8 and 0.99, decay 0.05), batches of {BATCH["gpt"]} windows of 64 characters, gradients
-clipped to a norm of 1; loss in nats per character. resnet20: CIFAR-10, SGD with Nesterov momentum,
-batches of {BATCH["resnet20"]}. The rate rises during 5 % of the samples and falls to 2 % of the
-peak along half a cosine. Losses are those of the global model on fixed held-out samples: mean and
-standard deviation over the seeds after equal samples of all workers.
+clipped to a norm of 1; loss in nats per character. resnet20: CIFAR-10 at 16 x 16 pixels, SGD with
+Nesterov momentum, batches of {BATCH["resnet20"]}. The rate rises during 5 % of the samples and
+falls to 2 % of the peak along half a cosine. Losses are those of the global model on fixed held-out
+samples: mean and standard deviation over the seeds after equal samples of all workers.
 
 Time is in steps of an ordinary worker; a worker's link carries 1/"link" of an fp32 gradient per
 step in each direction, with a latency of half a step; step times vary by 3 %. Servers have fast
@@ -129,7 +129,9 @@ def target(cell: Cell) -> float:
     return TARGETS.get((cell.task, cell.steps), 4.0)
 
 
-def results_of(rule: Rule, cells: Iterable[Cell], args: argparse.Namespace, runs: Runs) -> Any:
+def results_of(
+    rule: Rule, cells: Iterable[Cell], args: argparse.Namespace, runs: Runs
+) -> list[Result]:
     """Return the results of a rule in all cells, tuning it first."""
     found = []
     for cell in cells:
@@ -137,13 +139,9 @@ def results_of(rule: Rule, cells: Iterable[Cell], args: argparse.Namespace, runs
         for aim in get_args(Aim):
             point = rule.first(cell.task) if args.untuned else tune(rule, cell, aim, runs)
             points.setdefault(rule.run(cell, point, 0), []).append(aim)
-        for point_run, aims in points.items():
-            chosen = [
-                Run(cell, rule.algorithm, point_run.options, point_run.peak, seed)
-                for seed in range(args.seeds)
-            ]
-            figures = [runs(run) for run in chosen]
-            found.append(Result(cell, rule.name, tuple(aims), point_run, figures))
+        for run, aims in points.items():
+            figures = [runs(replace(run, seed=seed)) for seed in range(args.seeds)]
+            found.append(Result(cell, rule.name, tuple(aims), run, figures))
     return found
 
 
