@@ -1,4 +1,4 @@
-"""A store of finished MPI runs, so that a long benchmark can be stopped at any time."""
+"""A store of finished runs, so that a long benchmark can be stopped at any time."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ import os
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from aladdin_mpi.errors import UserError
-from benchmarks.cells import Cell
 from benchmarks.kept_lines import whole_lines
 
 FILE = "cells.jsonl"
+
+
+class Keyed(Protocol):
+    """A cell, or a run."""
+
+    @property
+    def key(self) -> str:
+        """Return a text that identifies it."""
 
 
 class CellStore:
@@ -43,11 +50,11 @@ class CellStore:
                     "remove the line to run the cell again"
                 ) from error
 
-    def get(self, cell: Cell) -> dict[str, Any] | None:
+    def get(self, cell: Keyed) -> dict[str, Any] | None:
         """Return a cell's entry with ``figures``, ``date`` and ``commit`` of the run, or None."""
         return self._lines.get(cell.key)
 
-    def put(self, cell: Cell, figures: Mapping[str, Any], commit: object) -> None:
+    def put(self, cell: Keyed, figures: Mapping[str, Any], commit: object) -> None:
         """Store the figures of a finished run of the program at ``commit``."""
         date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
         entry = {"cell": cell.key, "figures": dict(figures), "date": date, "commit": commit}

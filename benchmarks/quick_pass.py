@@ -65,6 +65,7 @@ PASSES = (
     Pass("variance"),
     Pass("breakdown"),
     Pass("gpt", ("--quick", "--out", WORK)),
+    Pass("outer"),
     Pass("intake"),
     Pass("step"),
     Pass("feed"),
