@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -239,7 +240,7 @@ def test_local_sgd_timed_computing_sends_the_same_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("algorithm", ["local-sgd", "diloco"])
 def test_state_from_before_sums_could_be_quantised_is_restored(algorithm: str) -> None:
     (worker, *_) = run(Job(algorithm, workers=2, samples=32)).workers
-    state = worker.role.state_dict()
+    state = deepcopy(worker.role.state_dict())
     assert state.pop("codec") == {}
     expected = worker.role.x.clone()
     worker.role.x.zero_()
