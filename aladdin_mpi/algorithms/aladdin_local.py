@@ -94,12 +94,11 @@ class LocalInbox(ModelInbox):
         bucket = model.bucket
         x, add_message = bucket.of(parameters), partial(self._codec.add, bucket)
         included, rounds = self._include(model)
-        if values.numel() == bucket.numel:
+        is_whole = values.numel() == bucket.numel
+        if is_whole:
             self._restart(model, x, values)
         else:
             add_message(values, x)
-            for message in included:
-                add_message(message, x, -1.0)
             if rounds > 0 and self._mix:
                 self._mix_in(model, x, values, rounds)
         if not included:
@@ -109,7 +108,7 @@ class LocalInbox(ModelInbox):
         for message in kept:
             add_message(message, x, -old)
         for message in included:
-            add_message(message, x, new)
+            add_message(message, x, new if is_whole else new - 1.0)
         self._kept[bucket.index] = new, included
 
     def _include(self, model: Model) -> tuple[list[Tensor], float]:

@@ -194,13 +194,12 @@ class Transcription:
         keep = self.options.keep * (1 - 1 / self.n)
         x = self.workers[i]
         self.put(answer, x)
-        self.put(mine, x, -1.0)
         rounds = (count - self.counts[i]) / self.n
         self.counts[i] = count
         movement = self.put(answer, torch.zeros_like(x), 1 / rounds)
         self.velocity[i].lerp_(movement / -self.job.schedule(0), self.options.mix)
         self.put(self.kept[i], x, -keep)
-        self.put(mine, x, keep)
+        self.put(mine, x, keep - 1.0)
         self.kept[i] = mine
 
 
