@@ -25,6 +25,7 @@ At the end of a segment everything left is sent exactly, and every worker gets t
 from __future__ import annotations
 
 from functools import partial
+from statistics import mean
 from typing import Any
 
 import torch
@@ -212,8 +213,12 @@ class LocalWorker(TrainingWorker):
 class LocalServer(ServerAlgorithm):
     """Server that adds every message on arrival and answers it at once."""
 
+    SAVED = ServerAlgorithm.SAVED | saved("shares")
+
     def __init__(self, server: ParameterServer) -> None:
         super().__init__(server)
+        self.shares: dict[int, float] = {}
+        """Share of the values in the newest message of each worker."""
         self._workers_have_model = False
 
     def run(self) -> None:
@@ -225,6 +230,7 @@ class LocalServer(ServerAlgorithm):
             arrival.add_to(self.server.values[arrival.bucket.index], 1 / self.server.divisor)
             (share,) = arrival.notes
             if share:
+                self.shares[arrival.worker] = share
                 self.server.model_level(arrival.worker, share)
                 notes = partial(self._notes, arrival.bucket.index, arrival.worker)
                 self.server.send_model(arrival.worker, arrival.bucket, notes=notes)
@@ -239,6 +245,14 @@ class LocalServer(ServerAlgorithm):
     def _notes(self, bucket: int, worker: int) -> Notes:
         """Return the gradients in the model, and those of the worker among them."""
         return (self.applied[bucket], self.server.taken[worker][bucket])
+
+    def measures(self) -> dict[str, float]:
+        """Return the mean share of the values in the workers' newest messages."""
+        return {"message_share": mean(self.shares.values())} if self.shares else {}
+
+    def facts(self) -> dict[str, Any]:
+        """Return the final :meth:`measures` for the summary."""
+        return self.measures()
 
     def resize(self, merged: MergedState) -> None:
         """Restore the merged state; every worker has the global model."""

@@ -107,15 +107,16 @@ class OwnSteps(Stateful):
 
         A share of 0 tells the servers that no answer is expected.
         """
-        message = self._begin((0.0,))
-        for bucket in self._layout.buckets:
-            self._put(message, bucket, bucket.of(self.left))
-        message.requests.extend(
-            self._transport.isend(Header(Kind.END).pack(), server, Tag.GRADIENT)
-            for server in range(self._layout.servers)
-        )
-        for each in (*self.under_way, message):
-            self._transport.wait(*each.requests)
+        requests = [request for message in self.under_way for request in message.requests]
+        if self.steps:
+            last = self._begin((0.0,))
+            for bucket in self._layout.buckets:
+                self._put(last, bucket, bucket.of(self.left))
+            requests += last.requests
+        for server in range(self._layout.servers):
+            end = Header(Kind.END).pack()
+            requests.append(self._transport.isend(end, server, Tag.GRADIENT))
+        self._transport.wait(*requests)
         clear(self.left)
 
     def _begin(self, notes: tuple[float, ...]) -> Message:

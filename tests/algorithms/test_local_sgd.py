@@ -17,7 +17,7 @@ from aladdin_mpi.options.algorithms import LocalSgdOptions, own
 from aladdin_mpi.options.run import SimulateOptions
 from aladdin_mpi.run.trainer import simulate
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.worker.role import Role
+from aladdin_mpi.worker.role import Role, TrainingWorker
 from tests.drawn_jobs import any_lockstep_job
 from tests.quadratic import Quadratic, network
 from tests.roles import Job, any_network, flat, flat_start, noise_of_samples, run, single_process
@@ -239,10 +239,11 @@ def test_local_sgd_timed_computing_sends_the_same_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("algorithm", ["local-sgd", "diloco"])
 def test_state_from_before_sums_could_be_quantised_is_restored(algorithm: str) -> None:
-    (worker, *_) = run(Job(algorithm, workers=2, samples=32)).workers
-    state = deepcopy(worker.role.state_dict())
+    role = run(Job(algorithm, workers=2, samples=32)).workers[0].role
+    assert isinstance(role, TrainingWorker)
+    state = deepcopy(role.state_dict())
     assert state.pop("codec") == {}
-    expected = worker.role.x.clone()
-    worker.role.x.zero_()
-    worker.role.load_state_dict(state)
-    assert torch.equal(worker.role.x, expected)
+    expected = role.x.clone()
+    role.x.zero_()
+    role.load_state_dict(state)
+    assert torch.equal(role.x, expected)
