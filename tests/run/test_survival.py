@@ -59,6 +59,7 @@ def outlive(
             *("diloco", 4, [1, 3], ["--diloco-steps", 4, "--diloco-fragments", 2]),
             marks=pytest.mark.long,
         ),
+        pytest.param("aladdin-local", 5, [3], ["--servers", 2], marks=pytest.mark.long),
         pytest.param(
             *("async-diloco", 5, [3], ["--servers", 2, "--async-diloco-steps", 4]),
             marks=pytest.mark.long,
@@ -97,6 +98,14 @@ def test_surviving_ranks_continue_training(
         pytest.param("asp", 4, [0], [], "2 workers and 1 server", marks=pytest.mark.long),
         pytest.param(
             "easgd", 5, [1], ["--servers", 2], "3 workers and 1 server", marks=pytest.mark.long
+        ),
+        pytest.param(
+            "aladdin-local",
+            5,
+            [0],
+            ["--servers", 2],
+            "3 workers and 1 server",
+            marks=pytest.mark.long,
         ),
         pytest.param("multistep", 4, [2], [], "3 workers", marks=pytest.mark.long),
         pytest.param("sgp", 4, [0, 2], ["--spares", 1], "2 workers", marks=pytest.mark.long),
