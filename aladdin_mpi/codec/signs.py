@@ -164,7 +164,7 @@ def add(message: Tensor, target: Tensor, alpha: float = 1.0) -> None:
         _Code(scales[piece.spans], signs, positions).apply(target[piece.part], 1)
 
 
-class _Piece(NamedTuple):
+class _SpanGroup(NamedTuple):
     """Spans of one width; slices of the values and of the scales."""
 
     part: slice
@@ -176,14 +176,14 @@ class _Piece(NamedTuple):
         return self.part.stop - self.part.start
 
 
-def _pieces(numel: int) -> list[_Piece]:
+def _pieces(numel: int) -> list[_SpanGroup]:
     """Return full spans in groups, then the rest."""
     full = numel - numel % SPAN
     bounds = [(*pair, SPAN) for pair in pairwise([*range(0, full, PIECE), full])]
     if full < numel:
         bounds.append((full, numel, numel - full))
     return [
-        _Piece(slice(start, stop), slice(start // SPAN, _spans(stop)), width)
+        _SpanGroup(slice(start, stop), slice(start // SPAN, _spans(stop)), width)
         for start, stop, width in bounds
     ]
 

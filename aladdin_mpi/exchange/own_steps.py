@@ -25,7 +25,7 @@ from aladdin_mpi.worker.worker import Worker
 
 
 @dataclass
-class Message:
+class StepsMessage:
     """A message about all buckets.
 
     Attributes:
@@ -55,7 +55,7 @@ class OwnSteps(Stateful):
         self._layout = worker.layout
         self._codec = codec
         self.left = worker.replica.new_vector()
-        self.under_way: deque[Message] = deque()
+        self.under_way: deque[StepsMessage] = deque()
         self._whole: list[Tensor] = []
         self.steps = 0
         self._announced = 0
@@ -119,16 +119,16 @@ class OwnSteps(Stateful):
         self._transport.wait(*requests)
         clear(self.left)
 
-    def _begin(self, notes: tuple[float, ...]) -> Message:
+    def _begin(self, notes: tuple[float, ...]) -> StepsMessage:
         """Return the next message after sending its headers."""
         steps, self._announced = self.steps - self._announced, self.steps
         header = Header(Kind.BUCKETS, steps, self._worker.lease.start, alpha=1.0, notes=notes)
-        message = Message(self.steps, self._transport.now())
+        message = StepsMessage(self.steps, self._transport.now())
         for server in range(self._layout.servers):
             message.requests.append(self._transport.isend(header.pack(), server, Tag.GRADIENT))
         return message
 
-    def _put(self, message: Message, bucket: Bucket, values: Tensor) -> None:
+    def _put(self, message: StepsMessage, bucket: Bucket, values: Tensor) -> None:
         staged, event = self._codec.plain.stage(values)
         send = self._transport.isend
         message.requests.append(send(staged, bucket.server, Tag.GRADIENT, after=event))
