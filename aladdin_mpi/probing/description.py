@@ -27,7 +27,8 @@ EXAMPLES = (
 NUMBER = r"(?<![\w.-])(\d+(?:\.\d+)?(?:e[+-]?\d+)?)"
 WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 COUNT = rf"(?<![\w.-])(\d+|an?|{'|'.join(WORDS)})"
-HOST = r"(?:nodes?|hosts?|machines?)\b"
+HOST = r"(?:nodes?|hosts?|machines?|sites?|regions?)\b"
+"""A site or region counts as a host: its workers share its link."""
 WORKER = r"(?:gpus?|workers?|ranks?|tasks?)\b"
 # "Gb/s" are bits and "GB/s" bytes: only here is case significant.
 RATE = NUMBER + r"\s*(?-i:([kKmMgGtT])(bits?|Bits?|bytes?|Bytes?|BYTES?|BITS?|b|B))(?:/s|ps|e)?\b"
@@ -40,7 +41,7 @@ OF = r"\s*(?:bandwidth|time|takes?|of|is|:|=|\s)*"
 GIGABITS = {"k": 1e-6, "m": 1e-3, "g": 1.0, "t": 1e3}
 MICROSECONDS = {"m": 1e3, "u": 1.0, "s": 1e6}
 NOTHING = re.compile(
-    r"(?:x|with|of|and|at|on|in|by|to|the|a|an|all|each|every|per|has|have|is|are|links?|network|"
+    r"(?:x|with|of|and|at|on|in|by|to|the|a|an|all|each|every|per|has|have|is|are|links?|network|apart|"
     r"ethernet|infiniband|cluster|between|them|bandwidth|that|which|,|;|:|\.|-|\s)*",
     re.IGNORECASE,
 )
@@ -91,7 +92,10 @@ class _Parser:
             rf"|{TIME}\s*(?:of\s+)?(?:{INSIDE}\s*latency|latency\s*{INSIDE})",
             self._time("local_latency_us"),
         )
-        self._take(rf"latency{OF}{TIME}|{TIME}\s*(?:of\s+)?latency\b", self._time("latency_us"))
+        self._take(
+            rf"latency{OF}{TIME}|{TIME}\s*(?:of\s+)?latency\b|{TIME}\s*(?=between\b|apart\b)",
+            self._time("latency_us"),
+        )
         self._take(
             rf"\bsteps?{OF}{TIME}|{TIME}\s*(?:per|an?|each|for\s+a|/)\s*step\b",
             self._time("step_seconds"),

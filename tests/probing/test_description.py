@@ -55,6 +55,14 @@ def test_description_separators_do_not_matter(between: str) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
+        (
+            "two sites, 1 Gbit/s, 30 ms between them",
+            {"nodes": 2, "bandwidth_gbit": 1.0, "latency_us": 3e4},
+        ),
+        (
+            "3 regions x 8 GPUs, 500 Mbit/s, 80 ms apart",
+            {"nodes": 3, "gpus_per_node": 8, "bandwidth_gbit": 0.5, "latency_us": 8e4},
+        ),
         ("25 Gbit/s", {"bandwidth_gbit": 25.0}),
         ("25 Gb/s", {"bandwidth_gbit": 25.0}),
         ("25Gbps", {"bandwidth_gbit": 25.0}),
