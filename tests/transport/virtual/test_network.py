@@ -110,6 +110,14 @@ def test_short_message_with_another_tag_overtakes_bulk_data(pair: tuple[int, int
     assert found[1][0] == pytest.approx(LATENCY + OVERHEAD + 25 * PIECE)
 
 
+def test_short_messages_take_turns_on_a_link_that_they_occupy_for_long() -> None:
+    slow = Cluster(hosts=2, bandwidth_gbit=8e-3, latency_us=0, message_overhead_us=0)
+    found = arrivals(slow, 2, [(0.0, 0, 1, EXPRESS, tag) for tag in range(3)])
+    assert [time for time, *_ in found] == pytest.approx([4.096e-3, 8.192e-3, 12.288e-3])
+    tiny = arrivals(slow, 2, [(0.0, 0, 1, EXPRESS, 0), (1e-4, 0, 1, 100, 1)])
+    assert tiny[0] == pytest.approx((2e-4, 0, 1, 100))  # 0.1 ms: it overtakes
+
+
 def test_short_message_with_same_tag_keeps_its_order() -> None:
     sends = [(0.0, 0, 1, 25 * QUANTUM, 0), (1e-3, 0, 1, 8, 0), (2e-3, 0, 1, 9, 0)]
     found = arrivals(lab(2), 2, sends)
