@@ -1,4 +1,4 @@
-"""ALADDIN for links that cannot carry a gradient per step: nobody waits, and no step is lost.
+"""ALADDIN for links that cannot carry a gradient per step: no worker waits, no step is lost.
 
 A worker trains with its own optimizer and never waits. After each step it sends the signs of the
 largest part of its steps so far that are not sent yet, as much as its link carries during a step,

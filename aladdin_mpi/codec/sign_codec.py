@@ -82,7 +82,7 @@ class SignCodec(GradientCodec):
 class SignEncoder(ModelEncoder):
     """Encoder of the largest differences of a model from a shadow of each receiver's copy.
 
-    What a message omits stays in the difference. The receivers' copies persist between segments:
+    Omitted values stay in the difference. The receivers' copies persist between segments:
     :meth:`forget` does nothing.
     """
 

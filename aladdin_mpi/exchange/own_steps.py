@@ -1,9 +1,10 @@
 """A worker's own steps that the global model does not include yet, and their messages.
 
 Every step is in exactly one place: in ``left``, which no message has carried; under way, in a
-message that no received model includes; or in the global model. A worker's model is the global one
-as it last arrived, plus ``left``, plus what is under way. Messages are kept as they were sent, in a
-few bits per value, so ``left`` is the only vector. Each bucket is treated as a separate model.
+message that no received model includes; or in the global model. A worker's model is the latest
+received global one, plus ``left``, plus the messages under way. These are stored as they were sent,
+in less than two bits per value, so ``left`` is the only vector. Each bucket is treated as a
+separate model.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class OwnSteps(Stateful):
     def send_all(self) -> None:
         """Send everything that is left, exactly; wait until it is delivered, and end the segment.
 
-        A share of 0 tells the servers that no answer is expected.
+        With a share of 0, servers send no answer.
         """
         requests = [request for message in self.under_way for request in message.requests]
         if self.steps:
