@@ -194,7 +194,7 @@ class LocalWorker(TrainingWorker):
         now = self.transport.now()
         step, self._began = now - self._began, now
         oldest = next((message.at for message in self.steps.under_way), now)
-        if self.link.end_step(self.steps.is_sending, oldest, now, step):
+        if self.link.end_step(oldest, now, step):
             self.steps.send(self.link.share)
 
     def project(self) -> None:

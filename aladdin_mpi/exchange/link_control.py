@@ -22,10 +22,10 @@ LATE = 1.5
 class LinkControl(Stateful):
     """Share of the values in each message of a worker.
 
-    The link is full if the last message still occupies it after a step, or if an answer takes
-    longer than the fastest one so far and ``LATE`` steps: small messages leave at once, into the
-    queues of the system. Then the step's message is left out, and the share decreases, but only
-    once until a message of the smaller share is late too. Otherwise it grows.
+    The link counts as full if an answer takes ``LATE`` steps longer than the fastest one so far.
+    Then the step's message is left out, and the share decreases, but only once until a message of
+    the smaller share is late too. Otherwise it grows. The end of a send says less: a short message
+    is copied at once, and the send of a long one may include the latency.
 
     Args:
         share: fixed share; None: adaptive.
@@ -49,16 +49,15 @@ class LinkControl(Stateful):
         """Record that a message has been answered after so many seconds."""
         self.shortest = min(self.shortest, seconds)
 
-    def end_step(self, is_sending: bool, oldest: float, now: float, step: float) -> bool:
+    def end_step(self, oldest: float, now: float, step: float) -> bool:
         """Return whether to send now, and adapt the share.
 
         Args:
-            is_sending: whether the last message still occupies the link.
             oldest: time at which the oldest message without an answer was sent; ``now`` if none.
             now: current time; all times in seconds.
             step: duration of a step.
         """
-        is_full = is_sending or now - oldest > self.shortest + LATE * step
+        is_full = now - oldest > self.shortest + LATE * step
         if not is_full:
             self._grow()
         elif oldest > self._decreased_at:

@@ -84,16 +84,6 @@ class OwnSteps(Stateful):
         """Add ``alpha * change``, which the worker's model has just been changed by."""
         add(self.left, change, alpha)
 
-    @property
-    def is_sending(self) -> bool:
-        """Whether the newest message still occupies the link."""
-        if not self.under_way:
-            return False
-        requests = self.under_way[-1].requests
-        while requests and self._transport.test(requests[0]):
-            requests.popleft()
-        return bool(requests)
-
     def send(self, share: float) -> None:
         """Send the largest ``share`` of what is left, of every bucket."""
         message = self._begin((share,))

@@ -276,19 +276,20 @@ def test_share_grows_on_a_free_link_and_falls_once_per_round_trip_on_a_full_one(
     link = LinkControl(None)
     while link.share < LARGEST_SHARE:
         before = link.share
-        assert link.end_step(is_sending=False, oldest=10.0, now=10.0, step=1.0)
+        assert link.end_step(oldest=10.0, now=10.0, step=1.0)
         assert link.share > before
     link.answered(2.0)
-    assert link.end_step(is_sending=False, oldest=10.0, now=13.4, step=1.0)
-    assert not link.end_step(is_sending=False, oldest=10.0, now=13.6, step=1.0)
+    assert link.end_step(oldest=10.0, now=13.4, step=1.0)
+    assert not link.end_step(oldest=10.0, now=13.6, step=1.0)
     assert link.share == 0.5 * LARGEST_SHARE
     # Messages that were sent before say nothing about the smaller share.
-    assert not link.end_step(is_sending=True, oldest=13.5, now=14.0, step=1.0)
+    assert not link.end_step(oldest=13.5, now=18.0, step=1.0)
     assert link.share == 0.5 * LARGEST_SHARE
-    assert not link.end_step(is_sending=True, oldest=13.7, now=15.0, step=1.0)
+    assert not link.end_step(oldest=13.7, now=18.0, step=1.0)
     assert link.share == pytest.approx(0.4 * LARGEST_SHARE)
-    for now in range(20, 100):
-        assert not link.end_step(is_sending=True, oldest=now, now=now, step=1.0)
+    for sent in range(20, 500, 5):
+        assert not link.end_step(oldest=sent, now=sent + 40.0, step=1.0)
+        link.shortest = 2.0
     assert link.share == SMALLEST_SHARE
 
 
@@ -296,14 +297,16 @@ def test_a_longer_way_is_learned_once_the_share_cannot_fall() -> None:
     link = LinkControl(None)
     link.answered(1.0)
     times = [20.0 * k for k in range(1, 100)]
-    sent = [link.end_step(is_sending=False, oldest=t - 9, now=t, step=1.0) for t in times]
+    sent = [link.end_step(oldest=t - 9, now=t, step=1.0) for t in times]
     assert not sent[0]
     assert sent[-1]
 
 
 def test_a_fixed_share_stays() -> None:
     link = LinkControl(0.3)
-    assert not link.end_step(is_sending=True, oldest=0.0, now=1.0, step=1.0)
+    link.answered(1.0)
+    assert not link.end_step(oldest=0.0, now=9.0, step=1.0)
+    assert link.end_step(oldest=9.0, now=9.0, step=1.0)
     assert link.share == 0.3
 
 
