@@ -320,9 +320,9 @@ class AladdinLocalOptions(OwnOptions):
     )
     keep: Share = option(
         0.5,
-        "share of a worker's newest own steps that stays when the global model includes them",
+        "share of own steps that stays after the global model includes them",
         "SHARE",
-        details="until the next ones are included: those of other workers are still under way",
+        details="until it includes the next ones, as other workers' steps are still under way",
     )
     mix: Share = option(
         0.3,
