@@ -111,7 +111,7 @@ def find_peer(given: Path | None) -> tuple[Path, str] | None:
     """
     python = Path(given or sys.executable).absolute()
     try:
-        command = [python, "-c", _VERSIONS]
+        command = [str(python), "-c", _VERSIONS]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         problem = done.stderr.strip().splitlines()[-1:] if done.returncode else None
     except OSError as error:

@@ -11,7 +11,10 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from torch.distributed import AllreduceOptions, TCPStore
+from torch.distributed import (  # type: ignore[attr-defined]  # compiled, without type hints
+    AllreduceOptions,
+    TCPStore,
+)
 from torchft.local_sgd import DiLoCo
 from torchft.manager import Manager
 from torchft.process_group import ProcessGroupGloo
