@@ -73,6 +73,7 @@ PASSES = (
     Pass("kernels"),
     Pass("heap"),
     Pass("peers"),
+    Pass("torchft_diloco", needs_lab=True),
     Pass("allreduce", ("--megabytes", "0.04", "4", "--steps", "2", "--repeats", "1")),
     Pass("progress", ("--megabytes", "8", "--compute", "0.2", "--repeats", "1"), needs_lab=True),
     Pass("soak", ("--minutes", "1", "--every", "15", "--worker-timeout", "5")),

@@ -30,7 +30,7 @@ def write_result(
     """Write NAME.json and NAME.md, each with the machine, the command and the date.
 
     Args:
-        name: the files' name: lower-case letters, digits and hyphens.
+        name: the files' name: lower-case letters, digits, hyphens and underscores.
         title: the heading.
         rows: the table; the keys are the columns, in the order of first appearance, and should
             name the unit. JSON keeps the full values, Markdown four digits.
@@ -70,8 +70,10 @@ def write_result(
 
 def result_name(text: str) -> str:
     """Parse an option's value: the name of a table's files."""
-    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", text):
-        raise ArgumentTypeError(f"expected lower-case letters, digits and hyphens, got {text!r}")
+    if not re.fullmatch(r"[a-z0-9]+([-_][a-z0-9]+)*", text):
+        raise ArgumentTypeError(
+            f"expected lower-case letters, digits, hyphens and underscores, got {text!r}"
+        )
     return text
 
 
