@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.codec import quantise
+from aladdin_mpi.codec.quantise import SMALLEST
 from aladdin_mpi.flat import fused
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from benchmarks.gpu_check import rows
@@ -20,7 +21,7 @@ from benchmarks.gpu_check.device import is_test_device
 from benchmarks.gpu_check.rows import SKIP, Row
 
 PART = "equality"
-SIZES = (5, 255, 256, 257, 3089)
+SIZES = (SMALLEST, 255, 256, 257, 3089)
 TOLERANCE = 1e-6
 """Largest difference: a rounding error, since torch may fuse a product and a sum."""
 OTHER_STEPS = 1e-3

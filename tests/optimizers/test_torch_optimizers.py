@@ -290,7 +290,12 @@ def test_elementwise_optimizer_is_detected(make: Make, expected: bool) -> None:
     ("algorithm", "name", "settings", "cause"),
     [
         ("aladdin", "adafactor", {}, r"^optimizer: .*\baladdin\b.*\bAdafactor\b"),
-        ("bsp", "normalised", {}, r"^optimizer: .*\bbsp\b.*\bad-psgd, adsp, ar-sgd\b"),
+        (
+            "bsp",
+            "normalised",
+            {},
+            r"^optimizer: .*\bbsp\b.*\bad-psgd, adsp, aladdin-local, ar-sgd\b",
+        ),
         ("multistep", "adamw", {}, r"^optimizer: .*\bmultistep\b.*\bAdamW\b"),
         ("bsp", "adamw", {"compression": "dgc"}, "^optimizer: .*--compression dgc"),
         ("asp", "adamw", {"asp": {"momentum": "server"}}, "--asp-momentum: server .*AdamW"),

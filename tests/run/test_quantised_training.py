@@ -69,7 +69,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def test_quantised_wires_are_offered_by_all_algorithms_with_servers() -> None:
-    assert sorted(n for n, kind in ALGORITHMS.items() if kind.has_servers) == QUANTISING
+    served = {name for name, kind in ALGORITHMS.items() if kind.has_servers}
+    assert sorted(served - {"aladdin-local"}) == QUANTISING  # which has its own format
 
 
 @pytest.mark.parametrize(

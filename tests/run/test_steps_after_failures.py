@@ -45,6 +45,7 @@ SYNCHRONOUS: dict[str, tuple[str, dict[str, Any]]] = {
 AT_SERVERS: dict[str, dict[str, Any]] = {
     "aladdin": {},
     "aladdin-ahead": {},
+    "aladdin-local": {},
     "adsp": {},
     "ashl": {"ashl": {"profile": 2, "coarse_steps": 2}},
     "asp": {},

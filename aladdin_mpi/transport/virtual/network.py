@@ -22,7 +22,7 @@ A flow thus has the rate of the slower link, and no link exceeds its bandwidth o
 longer than a piece.
 
 Short messages (:data:`EXPRESS`) overtake bulk data, as on a network that is fair to its flows,
-unless the link is so slow that they occupy it for longer than :data:`EXPRESS_SECONDS`.
+unless they are longer than :data:`CONTROL` and occupy the link for :data:`EXPRESS_SECONDS`.
 Messages with the same (source, dest, tag) are still matched in order.
 """
 
@@ -40,7 +40,9 @@ from aladdin_mpi.transport.virtual.messages import Message
 EXPRESS = 4096
 """Largest message, in bytes, that overtakes queued bulk data."""
 EXPRESS_SECONDS = 1e-3
-"""Longest time that such a message takes on its link."""
+"""Longest time that such a message takes on its link, ..."""
+CONTROL = 256
+"""... unless it has at most so many bytes, as requests and reports have."""
 
 
 class Link:
@@ -132,7 +134,7 @@ class Network:
         if queue is None:
             flow.undelivered[message.tag] = queue = deque()
         queue.append(message)
-        if message.free or message.nbytes <= min(EXPRESS, EXPRESS_SECONDS / flow.seconds_per_byte):
+        if message.free or self._is_express(message.nbytes, flow):
             self._send_express(flow, message)
             return
         message.cut()
@@ -140,6 +142,12 @@ class Network:
         if not flow.active:
             flow.active = True
             self._enlist(flow)
+
+    def _is_express(self, nbytes: int, flow: Flow) -> bool:
+        """Return whether a message of ``nbytes`` overtakes the others of its link."""
+        if nbytes > EXPRESS:
+            return False
+        return nbytes <= CONTROL or nbytes * flow.seconds_per_byte <= EXPRESS_SECONDS
 
     def _send_express(self, flow: Flow, message: Message) -> None:
         start = self._clock.now
