@@ -45,7 +45,7 @@ class StepsMessage:
 class OwnSteps(Stateful):
     """The worker's end of the account: what is left to send, and what is under way.
 
-    ``steps`` counts the own steps of the segment.
+    ``steps`` counts the own steps of the segment until everything has been sent.
     """
 
     SAVED = saved(left="remaining", merge=MEAN)
@@ -57,7 +57,6 @@ class OwnSteps(Stateful):
         self._codec = codec
         self.left = worker.replica.new_vector()
         self.under_way: deque[StepsMessage] = deque()
-        self._whole: list[Tensor] = []
         self.steps = 0
         self._announced = 0
 
@@ -65,7 +64,7 @@ class OwnSteps(Stateful):
     @property
     def remaining(self) -> Tensor | None:
         """``left``; None if it is zero, as between segments."""
-        return self.left if self.steps > self._announced or self.under_way else None
+        return self.left if self.steps else None
 
     @remaining.setter
     def remaining(self, values: Tensor | None) -> None:
@@ -109,6 +108,7 @@ class OwnSteps(Stateful):
             requests.append(self._transport.isend(end, server, Tag.GRADIENT))
         self._transport.wait(*requests)
         clear(self.left)
+        self.steps = self._announced = 0
 
     def _begin(self, notes: tuple[float, ...]) -> StepsMessage:
         """Return the next message after sending its headers."""

@@ -71,6 +71,8 @@ class Account:
     def check(self, transport: Transport, role: Role, lease: SampleLease) -> None:
         """Assert that the model is the received one plus all own steps that it lacks."""
         assert isinstance(role, LocalWorker)
+        # A new group takes over what is left.
+        assert role.steps.remaining is not None or not role.steps.left.any()
         expected = self.received.get(id(role.inbox), flat_start(len(role.x))) + role.steps.left
         for bucket in role.layout.buckets:
             mine = bucket.of(expected)
