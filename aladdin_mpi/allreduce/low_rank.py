@@ -9,8 +9,8 @@ and a matrix Q of r orthonormal columns that is the same on all workers::
     sum  <- P (sum_i Q_i)^T                    # second all-reduce
     Q    <- orthogonalise(sum_i Q_i)           # for the next step: a step of power iteration
 
-The sum is exact if its rank is at most r, unless Q is orthogonal to a direction of it. What has
-been applied, plus all ranks' residuals, is the sum of all matrices. Every rank computes P and Q by
+The sum is exact if its rank is at most r, unless Q is orthogonal to a direction of it. The applied
+sums plus all ranks' residuals equal the sum of all matrices. Every rank computes P and Q by
 the same code from the same input. Unlike in the paper, Q is orthogonalised as well: otherwise a
 matrix of lower rank, such as zero, would remove directions from Q for good. Tensors that two
 factors would not make smaller, such as vectors, are summed in full.

@@ -4,7 +4,7 @@ Each rank owns a part of every bucket. It receives that part, quantised, from ev
 adds these and its own values in fp32, quantises the sum, and sends it to all. Both roundings have
 error feedback (Seide et al., Interspeech 2014): the error of a part that is sent stays with the
 sender, that of a sum with the owner. A rank's own values of its part are not rounded, so one flat
-residual holds both. What has been applied, plus all ranks' residuals, is the sum of all values.
+residual holds both. The applied sums plus all ranks' residuals equal the sum of all values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import Tensor
 from aladdin_mpi.allreduce.base import PendingSum
 from aladdin_mpi.allreduce.messages import MessageAllReduce, describe, divide, tag_of
 from aladdin_mpi.codec.quantise import Scratch, add_message, message_length, take
-from aladdin_mpi.codec.quantised import QuantisedCodec, on_device_of
+from aladdin_mpi.codec.quantised import QuantisedCodec
+from aladdin_mpi.codec.scaled import on_device_of
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.transport.base import Event, Request, Transport
 from aladdin_mpi.transport.collectives import Steps

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aladdin_mpi.codec.base import DenseWire, GradientCodec, ModelDecoder, ModelEncoder
+from aladdin_mpi.codec.base import DenseWire, GradientCodec, ModelDecoder
 from aladdin_mpi.codec.quantise import (
     BITS,
     Scratch,
@@ -17,34 +17,26 @@ from aladdin_mpi.codec.quantise import (
     quantise_difference,
     scales_of,
 )
+from aladdin_mpi.codec.scaled import ScaledCodec, ShadowEncoder, on_device_of
 from aladdin_mpi.flat.layout import Bucket, Layout
 from aladdin_mpi.flat.vectors import cut, full
 from aladdin_mpi.options.general import QUANTISED_BITS, SUM_BITS
 from aladdin_mpi.transport.base import Event
 
 
-class QuantisedCodec(GradientCodec):
+class QuantisedCodec(ScaledCodec):
     """The codec, with ``left``: the residual of a worker, less than a step for any value.
 
-    Buckets of fewer than nine values are sent as they are. Decoding needs no state. ``wire``
-    stages messages and is in fp32. ``bits`` per value, 8, 4 or 2, may be changed at any time, as a
-    message's length determines them.
+    Buckets of fewer than nine values are sent as they are. Decoding needs no state. ``bits`` per
+    value, 8, 4 or 2, may be changed at any time, as a message's length determines them.
     """
 
     def __init__(self, wire: DenseWire, layout: Layout, bits: int) -> None:
-        assert wire.dtype == torch.float32
-        self.dtype = wire.dtype
+        super().__init__(wire)
         self.bits = bits
-        self._wire = wire
         self._numel = layout.numel
-        self.scratch = Scratch()
         self.left: Tensor | None = None
         """Flat residual, in fp32; None until something has been sent."""
-
-    @property
-    def plain(self) -> DenseWire:
-        """The plain codec, in fp32."""
-        return self._wire
 
     def use(self, bits: int) -> None:
         """Encode further messages with ``bits`` bits per value."""
@@ -57,17 +49,6 @@ class QuantisedCodec(GradientCodec):
     def reads(self, bucket: Bucket, length: int) -> bool:
         """Return whether a message of ``length`` is quantised."""
         return length < bucket.numel and length in {message_length(bucket.numel, b) for b in BITS}
-
-    def numbers(self, bucket: Bucket, message: Tensor) -> Tensor:
-        """Return the scales: if these are finite, all values are."""
-        if message.numel() == bucket.numel:
-            return message
-        return scales_of(message, bucket.numel)
-
-    def extra_bytes(self, bucket: Bucket, nbytes: int) -> int:
-        """Return the bytes moved to read and write the target in fp32."""
-        whole = bucket.numel * self.dtype.itemsize
-        return 2 * (whole - nbytes)
 
     def model_encoder(self) -> QuantisedEncoder:
         """Return an encoder of quantised differences."""
@@ -106,14 +87,11 @@ class QuantisedCodec(GradientCodec):
         return self.left
 
     # -- receiving -------------------------------------------------------------
-    def add(self, bucket: Bucket, message: Tensor, target: Tensor, alpha: float = 1.0) -> None:
-        """Add ``alpha`` times the gradient in ``message`` to ``target``."""
-        if target.is_meta:
-            return
-        if message.numel() == bucket.numel:
-            self._wire.add(bucket, message, target, alpha)
-        else:
-            add_dequantised(message, target, alpha, self.scratch)
+    def _scales(self, message: Tensor, numel: int) -> Tensor:
+        return scales_of(message, numel)
+
+    def _add_encoded(self, message: Tensor, target: Tensor, alpha: float) -> None:
+        add_dequantised(message, target, alpha, self.scratch)
 
     # -- checkpoints -------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
@@ -131,8 +109,8 @@ class QuantisedCodec(GradientCodec):
             self.left.mul_(factor)
 
 
-class QuantisedEncoder(ModelEncoder):
-    """Encoder of the difference of a model from a shadow of each receiver's copy.
+class QuantisedEncoder(ShadowEncoder):
+    """Encoder of quantised differences.
 
     Args:
         bits: bits per value, 8 or 4, for receivers without a call of :meth:`use`.
@@ -142,7 +120,6 @@ class QuantisedEncoder(ModelEncoder):
         super().__init__()
         self.bits = bits
         self._bits: dict[int, int] = {}
-        self._scratch = Scratch()
 
     def use(self, rank: int, level: float) -> None:
         """Use ``level`` bits per value for ``rank``."""
@@ -152,11 +129,11 @@ class QuantisedEncoder(ModelEncoder):
         self, rank: int, bucket: Bucket, values: Tensor, out: Tensor, always: int = 0
     ) -> Tensor:
         """Encode the difference from the shadow; the first message is the whole bucket."""
-        key, bits = (rank, bucket.index), self._bits.get(rank, self.bits)
+        bits = self._bits.get(rank, self.bits)
         length = message_length(bucket.numel, bits)
-        shadow = self._last.get(key)
+        shadow = self._last.get((rank, bucket.index))
         if shadow is None or length == bucket.numel:
-            return self._whole(key, values, cut(out, 0, bucket.numel))
+            return self._whole(rank, bucket, values, out)
         message = cut(out, 0, length)
         if not values.is_meta:
             written = on_device_of(message, values)
@@ -164,21 +141,6 @@ class QuantisedEncoder(ModelEncoder):
             if written is not message:
                 message.copy_(written)
         return message
-
-    def _whole(self, key: tuple[int, int], values: Tensor, message: Tensor) -> Tensor:
-        if values.is_meta:
-            self._last[key] = values
-        else:
-            # In fp32, like the receiver's copy, whatever the model's dtype.
-            # Adding makes negative zeros positive, see quantise_difference().
-            self._last[key] = values.float() + 0.0
-            message.copy_(self._last[key])
-        return message
-
-    def extra_bytes(self, bucket: Bucket, nbytes: int) -> int:
-        """Return the bytes moved to read the values, and to read and write the shadow."""
-        whole = bucket.numel * torch.float32.itemsize
-        return 3 * whole - nbytes if nbytes < whole else whole
 
 
 class QuantisedDecoder(ModelDecoder):
@@ -190,11 +152,6 @@ class QuantisedDecoder(ModelDecoder):
 
     def _update(self, last: Tensor, message: Tensor) -> None:
         add_dequantised(message, last, 1.0, self._scratch)
-
-
-def on_device_of(out: Tensor, values: Tensor) -> Tensor:
-    """Return ``out``, or as much memory on the device of ``values``."""
-    return out if out.device == values.device else torch.empty_like(out, device=values.device)
 
 
 def bits_of(name: str) -> tuple[int, ...]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from aladdin_mpi.codec import signs
-from aladdin_mpi.codec.base import DenseWire, GradientCodec, ModelDecoder, ModelEncoder
-from aladdin_mpi.codec.quantise import Scratch
+from aladdin_mpi.codec.base import ModelDecoder
+from aladdin_mpi.codec.scaled import ScaledCodec, ShadowEncoder, on_device_of
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.flat.vectors import cut
 from aladdin_mpi.transport.base import Event
@@ -15,25 +15,12 @@ FIRST_SHARE = 0.1
 """Share of the values in a model's message to a receiver without a call of ``use``."""
 
 
-class SignCodec(GradientCodec):
+class SignCodec(ScaledCodec):
     """Codec whose messages hold the signs of the largest values, and a few scales.
 
     :meth:`take` moves a share of a residual into a message, :meth:`compress` sends all values as
     they are. Models are sent as sparse differences from what the receiver has.
-
-    Args:
-        wire: stages messages; in fp32.
     """
-
-    def __init__(self, wire: DenseWire) -> None:
-        self.dtype = wire.dtype
-        self._wire = wire
-        self._scratch = Scratch()
-
-    @property
-    def plain(self) -> DenseWire:
-        """The plain codec, in fp32."""
-        return self._wire
 
     def take(self, left: Tensor, share: float) -> Tensor:
         """Move the largest ``share`` of the values of ``left`` into a new message.
@@ -43,7 +30,7 @@ class SignCodec(GradientCodec):
         if left.is_meta:
             return self._wire.buffer(signs.expected_length(left.numel(), share))
         out = left.new_empty(signs.longest_message(left.numel()))
-        return signs.encode(left, share, out, self._scratch).clone()
+        return signs.encode(left, share, out, self.scratch).clone()
 
     def compress(
         self, bucket: Bucket, values: Tensor, samples: int, out: Tensor
@@ -51,52 +38,34 @@ class SignCodec(GradientCodec):
         """Copy the values to ``out``."""
         return self._wire.compress(bucket, values, samples, out)
 
-    def add(self, bucket: Bucket, message: Tensor, target: Tensor, alpha: float = 1.0) -> None:
-        """Compute ``target <- target + alpha * values``, at the encoded positions."""
-        if target.is_meta:
-            return
-        if message.numel() == bucket.numel:
-            self._wire.add(bucket, message, target, alpha)
-        else:
-            signs.add(message, target, alpha)
+    def _scales(self, message: Tensor, numel: int) -> Tensor:
+        return signs.scales_of(message, numel)
 
-    def numbers(self, bucket: Bucket, message: Tensor) -> Tensor:
-        """Return the scales: if these are finite, all values are."""
-        if message.numel() == bucket.numel:
-            return message
-        return signs.scales_of(message, bucket.numel)
-
-    def extra_bytes(self, bucket: Bucket, nbytes: int) -> int:
-        """Return the bytes moved to read and write the target where values were encoded."""
-        return 2 * bucket.numel * self.dtype.itemsize - 2 * nbytes
+    def _add_encoded(self, message: Tensor, target: Tensor, alpha: float) -> None:
+        signs.add(message, target, alpha)
 
     def model_encoder(self) -> SignEncoder:
         """Return an encoder of sparse differences."""
-        return SignEncoder(self._scratch)
+        return SignEncoder()
 
     def model_decoder(self) -> SignDecoder:
         """Return the decoder for sparse differences."""
         return SignDecoder()
 
 
-class SignEncoder(ModelEncoder):
-    """Encoder of the largest differences of a model from a shadow of each receiver's copy.
+class SignEncoder(ShadowEncoder):
+    """Encoder of the largest differences.
 
     Omitted values stay in the difference. The receivers' copies persist between segments:
     :meth:`forget` does nothing.
     """
 
-    def __init__(self, scratch: Scratch) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self._shares: dict[int, float] = {}
-        self._scratch = scratch
 
     def forget(self) -> None:
         """Keep the shadows, which :meth:`adopt` sets."""
-
-    def adopt(self, rank: int, bucket: Bucket, values: Tensor) -> None:
-        """Record that the receiver has ``values``."""
-        self._last[rank, bucket.index] = values if values.is_meta else values.clone()
 
     def use(self, rank: int, level: float) -> None:
         """Encode the largest ``level``, a share, of the differences for ``rank``."""
@@ -109,23 +78,15 @@ class SignEncoder(ModelEncoder):
         shadow = self._last.get((rank, bucket.index))
         share = self._shares.get(rank, FIRST_SHARE)
         if shadow is None or bucket.numel < signs.SMALLEST:
-            self.adopt(rank, bucket, values)
-            message = cut(out, 0, bucket.numel)
-            if not values.is_meta:
-                message.copy_(values)
-            return message
+            return self._whole(rank, bucket, values, out)
         if values.is_meta:
             return cut(out, 0, signs.expected_length(bucket.numel, share))
-        if out.device == values.device:
-            return signs.encode_difference(values, shadow, share, out, self._scratch)
-        written = values.new_empty(signs.longest_message(values.numel()))
-        written = signs.encode_difference(values, shadow, share, written, self._scratch)
-        return out[: written.numel()].copy_(written)
-
-    def extra_bytes(self, bucket: Bucket, nbytes: int) -> int:
-        """Return the bytes moved to read the values, and to read and write the shadow."""
-        whole = bucket.numel * 4
-        return 3 * whole - nbytes if nbytes < whole else whole
+        memory = on_device_of(cut(out, 0, bucket.numel), values)
+        written = signs.encode_difference(values, shadow, share, memory, self._scratch)
+        message = cut(out, 0, written.numel())
+        if memory.device != out.device:
+            message.copy_(written)
+        return message
 
 
 class SignDecoder(ModelDecoder):

@@ -196,7 +196,7 @@ class _Code(NamedTuple):
     """1 or -1 for every selected value."""
     positions: Tensor | None
     mask: Tensor | None = None
-    """The positions as a mask, where it is known."""
+    """The positions as a mask, if it has been computed."""
 
     def apply(self, target: Tensor, alpha: float) -> None:
         """Add ``alpha``, 1 or -1, times the encoded values to ``target``, one part of a vector."""
