@@ -2,7 +2,7 @@
 
 A step of an ordinary worker takes one second, so that seconds are steps. Every worker is alone on a
 host, whose link carries ``1 / link`` of an fp32 gradient per step in each direction with a latency
-of half a step. A server has a host of its own, whose link is never the bottleneck.
+of half a step. A server has its own host, whose link is never the bottleneck.
 """
 
 from __future__ import annotations

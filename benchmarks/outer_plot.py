@@ -17,7 +17,7 @@ Curves = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 def draw(panels: Mapping[Cell, Curves], path: Path) -> None:
-    """Write a panel for each cell; nothing if there are none."""
+    """Write a panel for each cell; without cells, write nothing."""
     if not panels:
         return
     figure = Figure(figsize=(5.4 * len(panels), 4.2), layout="constrained")

@@ -204,10 +204,6 @@ class AheadServer(ServerAlgorithm):
         _, *columns = zip(*self.newest_notes.values(), strict=True)
         return {name: mean(column) for name, column in zip(names, columns, strict=True)}
 
-    def facts(self) -> dict[str, Any]:
-        """Return the final :meth:`measures` for the summary."""
-        return self.measures()
-
     def resize(self, merged: MergedState) -> None:
         """Restore the merged state; all workers have just got a model."""
         super().resize(merged)

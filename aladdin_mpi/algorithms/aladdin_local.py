@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from functools import partial
 from statistics import mean
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -249,20 +248,6 @@ class LocalServer(ServerAlgorithm):
     def measures(self) -> dict[str, float]:
         """Return the mean share of the values in the workers' newest messages."""
         return {"message_share": mean(self.shares.values())} if self.shares else {}
-
-    def facts(self) -> dict[str, Any]:
-        """Return the final :meth:`measures` for the summary."""
-        return self.measures()
-
-    def resize(self, merged: MergedState) -> None:
-        """Restore the merged state; every worker has the global model."""
-        super().resize(merged)
-        self._workers_have_model = False
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state; every worker has the global model."""
-        super().load_state_dict(state)
-        self._workers_have_model = False
 
 
 def _make_codec(wire: GradientCodec, layout: Layout) -> SignCodec:

@@ -31,14 +31,14 @@ class LinkControl(Stateful):
         share: fixed share; None: adaptive.
     """
 
-    SAVED = saved("share", "shortest", "growth", "decrease")
+    SAVED = saved("share", "shortest", "has_been_full")
 
     def __init__(self, share: float | None) -> None:
         self._is_fixed = share is not None
         self.share = FIRST_SHARE if share is None else share
         self.shortest = inf
         """Shortest time from a message to its answer, in seconds."""
-        self.growth, self.decrease = FIRST_GROWTH, FIRST_DECREASE
+        self.has_been_full = False
         self._decreased_at = -inf
 
     def open(self) -> None:
@@ -58,21 +58,17 @@ class LinkControl(Stateful):
             step: duration of a step.
         """
         is_full = now - oldest > self.shortest + LATE * step
-        if not is_full:
-            self._grow()
-        elif oldest > self._decreased_at:
-            self._decreased_at = now
-            self._decrease(step)
+        if not self._is_fixed:
+            self._adapt(is_full, oldest, now, step)
         return not is_full
 
-    def _grow(self) -> None:
-        if not self._is_fixed:
-            self.share = min(self.share * self.growth, LARGEST_SHARE)
-
-    def _decrease(self, step: float) -> None:
-        if self._is_fixed:
-            return
-        if self.share <= SMALLEST_SHARE:
-            self.shortest += step  # the way has become longer, or the fastest answer was lucky
-        self.share = max(self.share * self.decrease, SMALLEST_SHARE)
-        self.growth, self.decrease = GROWTH, DECREASE
+    def _adapt(self, is_full: bool, oldest: float, now: float, step: float) -> None:
+        if not is_full:
+            growth = GROWTH if self.has_been_full else FIRST_GROWTH
+            self.share = min(self.share * growth, LARGEST_SHARE)
+        elif oldest > self._decreased_at:
+            if self.share <= SMALLEST_SHARE:
+                self.shortest += step  # the way has become longer, or the fastest answer was lucky
+            decrease = DECREASE if self.has_been_full else FIRST_DECREASE
+            self.share = max(self.share * decrease, SMALLEST_SHARE)
+            self.has_been_full, self._decreased_at = True, now

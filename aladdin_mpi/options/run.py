@@ -335,7 +335,7 @@ def resumed_settings(model: type[BaseModel], given: Settings, run_dir: Path) -> 
 
 # -- options without effect -----------------------------------------------------------------
 COMPRESSIONS = ("dgc", "powersgd")
-"""Values of ``--compression`` that have options of their own."""
+"""Values of ``--compression`` with further options."""
 GROUPS = {name for name, info in RunOptions.model_fields.items() if submodel(info)}
 """Fields of RunOptions that contain the options of an algorithm or of a compression."""
 

@@ -52,8 +52,8 @@ class Role(ABC):
         return ""
 
     def facts(self) -> dict[str, Any]:
-        """Return rank 0's automatic decisions for the summary."""
-        return {}
+        """Return rank 0's automatic decisions for the summary; by default :meth:`measures`."""
+        return dict(self.measures())
 
     def measures(self) -> dict[str, float]:
         """Return rank 0's figures for each line of the metrics."""

@@ -25,7 +25,7 @@ OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9
 
 @dataclass(frozen=True)
 class Plan:
-    """What both libraries are to do.
+    """Settings of a run, the same for both libraries.
 
     Attributes:
         width: units of a hidden layer.

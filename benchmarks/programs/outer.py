@@ -14,17 +14,15 @@ from typing import Any
 import torch
 
 from aladdin_mpi import DataParallel
-from aladdin_mpi.transport.virtual import endpoint, network
+from aladdin_mpi.transport.virtual import endpoint
 from benchmarks.outer_cells import RECEIVED_FILE
 from benchmarks.programs.outer_tasks import RECEIVED, schedule, task
 
-SHORT = 256
-"""Largest message in bytes that counts as short: requests and reports, but no part of a model.
+endpoint.EAGER = 256
+"""Bytes up to which a send is done at once: requests and reports, but no part of a model.
 
-By default it is some KB, more than a quantised fragment of these small models has: such messages
-would take no room on a link, and their sends would be done at once.
+By default it is 64 KB, more than any message of these small models.
 """
-network.EXPRESS = endpoint.EAGER = SHORT
 
 
 def main(
