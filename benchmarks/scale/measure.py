@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -116,19 +115,15 @@ def run_apart(cases: Sequence[Case], jobs: int) -> Iterator[Timed]:
     """
     if not cases:
         return
-    _import_all()
-    with multiprocessing.get_context("fork").Pool(jobs, maxtasksperchild=1) as pool:
+    # Not "fork": the caller may have threads, and handlers by which a child ignores terminate().
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with context.Pool(jobs, maxtasksperchild=1) as pool:
         yield from pool.imap_unordered(_timed, cases)
 
 
-@lru_cache(maxsize=1)
-def _import_all() -> None:
-    """Import the modules of every run in this process, so that its forks need not."""
-    torch.set_num_threads(1)
-    run(Case("aladdin", "resnet50", 2, 1, LOCAL_GBIT))
-
-
 def _timed(case: Case) -> Timed:
+    torch.set_num_threads(1)
     # Ranks leave hardly any cycles: looking for them takes a tenth of the time, more with
     # many ranks, and saves no memory.
     gc.disable()
