@@ -35,7 +35,7 @@ from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.exchange.gossip import ModelOutbox
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.flat.state import FIRST, saved
-from aladdin_mpi.flat.vectors import copy, lerp, scale
+from aladdin_mpi.flat.vectors import add, copy, lerp
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.options.algorithms import OSGP, SGP, OsgpOptions, SgpOptions, own
 from aladdin_mpi.options.general import GeneralOptions
@@ -129,12 +129,18 @@ class SgpWorker(TrainingWorker):
         """Return the direction of the step at z, or at x = w z if ``by_numerator``."""
         if not self.by_numerator:
             return super().direction(g)
-        self.worker.gradient(g)
-        if self.worker.share != 1.0:
-            scale(g, self.worker.share)
+        self.fill_gradient(g)
         whole = slice(0, g.numel())
         self.optimizer.correct(whole, g, self.x * self.w, unused=self.worker.unused(whole))
         return g
+
+    def descend(self, rate: float, g: Tensor) -> None:
+        """Step along :meth:`direction`."""
+        if not self.by_numerator:
+            super().descend(rate, g)
+            return
+        add(self.x, self.direction(g), alpha=-rate)
+        self.worker.project(self.x)
 
     def _restart_weights(self, absent: tuple[int, ...]) -> None:
         """Reset the weight of every surviving worker to 1 in the first round without ``absent``.

@@ -20,7 +20,7 @@ from aladdin_mpi.flat.state import (
     state_of,
     take_merged,
 )
-from aladdin_mpi.flat.vectors import add, copy, full, scale
+from aladdin_mpi.flat.vectors import copy, full, scale
 from aladdin_mpi.optimizers.base import INHERITED, Optimizer
 from aladdin_mpi.worker.node import LeaderLink
 from aladdin_mpi.worker.worker import Worker
@@ -157,18 +157,24 @@ class TrainingWorker(Role):
         """The flat vector that this worker's steps change."""
         return self.x
 
-    def direction(self, g: Tensor) -> Tensor:
-        """Return ``opt(g)``, with g the current batch's gradient at ``x``; overwrites ``g``."""
+    def fill_gradient(self, g: Tensor) -> None:
+        """Compute the current batch's gradient into ``g``, times the worker's share."""
         self.worker.gradient(g)
         if self.worker.share != 1.0:
             scale(g, self.worker.share)
+
+    def direction(self, g: Tensor) -> Tensor:
+        """Return ``opt(g)``, with g the current batch's gradient at ``x``; overwrites ``g``."""
+        self.fill_gradient(g)
         whole = slice(0, g.numel())
         self.optimizer.correct(whole, g, self.x, unused=self.worker.unused(whole))
         return g
 
     def descend(self, rate: float, g: Tensor) -> None:
         """Compute ``x <- x - rate opt(g)``, and project x; overwrites ``g``."""
-        add(self.x, self.direction(g), alpha=-rate)
+        self.fill_gradient(g)
+        whole = slice(0, g.numel())
+        self.optimizer.descend(whole, g, self.x, rate, unused=self.worker.unused(whole))
         self.worker.project(self.x)
 
     def project(self) -> None:
