@@ -1,6 +1,7 @@
 """ALADDIN that starts a step from the predicted global model, not from a past one.
 
-As in ALADDIN (Ko et al., CIKM 2021) a worker never waits and no gradient is lost. In
+As in ALADDIN (Ko et al., CIKM 2021) a worker never waits, except in the first rounds of a run, in
+which the global momentum is not known yet, and no gradient is lost. In
 addition, the worker computes each gradient at the global model predicted for the moment when
 that gradient is added (:mod:`~aladdin_mpi.exchange.global_model`), and models are sent to
 arrive just before they are read (:mod:`~aladdin_mpi.exchange.model_requests`).
@@ -67,6 +68,7 @@ class AheadWorker(TrainingWorker):
         )
         inbox = TrackInbox(worker, wire, self.track, self.timing)
         self.link = ServerLink(worker, wire, inbox, options.ring)
+        self.first = options.sync_rounds
         self.coalesced = 0
 
     def run(self) -> None:
@@ -77,13 +79,36 @@ class AheadWorker(TrainingWorker):
         link.open()
         for batch in worker.batches():
             self._adapt()
+            began = worker.transport.now()
             g = link.outbox.begin(batch.start, notes=self._notes)
             self.track.begin(worker.lr)
             worker.gradient(g, self._send(g), link.outbox.idle_until)
             link.outbox.end()
             link.inbox.blend_into(self.x)
+            if self._is_first_round:
+                self._await_round(began)
         self._adapt()
         link.close()
+
+    @property
+    def _is_first_round(self) -> bool:
+        """Whether this is one of the first rounds, in which workers wait for each other."""
+        survivors = self.worker.survivors
+        return survivors > 1 and min(self.track.count) < self.first * survivors
+
+    def _await_round(self, began: float) -> None:
+        """Wait for the model of this round, at most as long as the step since ``began`` took.
+
+        So the end of the samples, or a slow or failed worker, cannot stop the others.
+        """
+        track, now = self.track, self.worker.transport.now
+        survivors = self.worker.survivors
+        complete = (min(track.pending[-1].base) // survivors + 1) * survivors
+        end = 2 * now() - began
+        while min(track.count) < complete and (left := end - now()) > 0:
+            if not self.link.inbox.wait(left):
+                break
+            self.link.inbox.blend_into(self.x)
 
     def _send(self, g: Tensor) -> Callable[[Bucket], None]:
         def on_bucket(bucket: Bucket) -> None:
@@ -99,7 +124,7 @@ class AheadWorker(TrainingWorker):
 
     def _adapt(self) -> None:
         """Adapt model requests and compression to the headroom and lateness of the last step."""
-        if self.track.sent % self.room.level.pi:
+        if self.track.sent % self.room.level.pi or self._is_first_round:
             return  # no model was due
         late = self.timing.end_step(self.track.sent) if self.track.sent else 0.0
         coalesced = self.link.outbox.coalesced
@@ -160,24 +185,42 @@ class AheadServer(ServerAlgorithm):
 
     SAVED = ServerAlgorithm.SAVED | saved("before", told="newest_notes")
 
-    def __init__(self, server: ParameterServer) -> None:
+    def __init__(self, server: ParameterServer, first: int) -> None:
         super().__init__(server)
+        self.first = first
+        """Rounds at the start of the run in which models are sent when a round is complete."""
         self.places = {bucket.index: place for place, bucket in enumerate(server.buckets)}
         self.before = {bucket.index: [0] * self.n for bucket in server.buckets}
         """Number of gradients that arrived before the newest of each worker."""
+        self.open_workers: set[int] = set()
+        """Workers that have not ended this segment, and can still receive models."""
         self.newest_notes: dict[int, Notes] = {}
         """The newest notes of each worker."""
 
     def run(self) -> None:
         """Apply ``x~ <- x~ - step / n``; send models once the requested share has arrived."""
-        for arrival in self.arrivals():
+        self.open_workers = set(range(self.n))
+        for arrival in self.arrivals(on_end=self.open_workers.discard):
             index, worker = arrival.bucket.index, arrival.worker
             arrival.add_to(self.server.values[index], -1 / self.server.divisor)
             self.before[index][worker] = self.applied[index] - arrival.count
             self.newest_notes[worker] = arrival.notes
+            if self.applied[index] <= self.first * self.server.surviving_workers:
+                self._send_round(arrival)
+                continue
             share, *_ = arrival.notes
             if self.places[index] == due_bucket(share, len(self.server.buckets)):
                 self._send_models(arrival)
+
+    def _send_round(self, arrival: ReceivedBucket) -> None:
+        """Send a bucket to all workers if this arrival completes a round of it."""
+        index, n = arrival.bucket.index, self.server.surviving_workers
+        total = self.applied[index]
+        if total // n == (total - arrival.count) // n:
+            return
+        for worker in sorted(self.open_workers):
+            notes = partial(self._notes, index, worker, self.server.taken[worker][index])
+            self.server.send_model(worker, arrival.bucket, notes=notes)
 
     def _send_models(self, arrival: ReceivedBucket) -> None:
         """Send the models of all buckets after every pi-th gradient of the worker."""
@@ -233,6 +276,8 @@ register(
     worker=lambda worker, optimizer, wire, run: AheadWorker(
         worker, optimizer, wire, own(run, AladdinAheadOptions), bits_of(run.wire)
     ),
-    server=lambda server, optimizer, run: AheadServer(server),
+    server=lambda server, optimizer, run: AheadServer(
+        server, own(run, AladdinAheadOptions).sync_rounds
+    ),
     layout=fine_layout,
 )

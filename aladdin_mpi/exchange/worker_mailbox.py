@@ -403,17 +403,17 @@ class ModelInbox:
         """Wait for every bucket of a model from the servers, and blend it in."""
         missing = self._buckets
         while missing := missing - self.blend_into(parameters):
-            self._wait()
+            self.wait()
 
     def drain_into(self, parameters: Tensor) -> None:
         """Blend in models until every server has sent its end marker."""
         self.blend_into(parameters)
-        while self._wait():
+        while self.wait():
             self.blend_into(parameters)
 
-    def _wait(self) -> bool:
-        """Wait for the next message; return whether one can arrive."""
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the next message, up to ``timeout`` seconds; return whether one can arrive."""
         awaited = [request for line in self._lines if (request := line.next())]
         if awaited:
-            self._transport.wait_any(awaited)
+            self._transport.wait_any(awaited, timeout)
         return bool(awaited)

@@ -287,6 +287,12 @@ class AladdinAheadOptions(OwnOptions):
         "SHARE",
         details="auto: as late as possible for models to arrive in time",
     )
+    sync_rounds: NonNegativeInt = option(
+        10,
+        "rounds at the start of the run in which workers wait for each other",
+        "ROUNDS",
+        details="each at most as long as its step took, until the global momentum is known",
+    )
     ring: PositiveInt = option(
         2,
         "gradients of a worker in flight at once; further ones are summed",

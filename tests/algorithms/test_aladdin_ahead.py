@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aladdin_mpi.algorithms.aladdin_ahead import AheadServer, AheadWorker, levels
+from aladdin_mpi.control.budget import SampleLease
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.exchange.global_model import MOST_PENDING
 from aladdin_mpi.exchange.model_requests import (
@@ -36,6 +37,8 @@ from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.options.general import FORWARD_SHARE
 from aladdin_mpi.options.run import RunOptions, SimulateOptions, parse
 from aladdin_mpi.run.trainer import simulate
+from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.worker.role import Role
 from tests.quadratic import Quadratic, noise_of
 from tests.roles import Job, Outcome, any_network, flat_start, run
 
@@ -51,8 +54,9 @@ BEGIN, SEND, END = 0, 1, 2
 
 
 def job(**changes: Any) -> Job:
-    own = changes.pop("own", {})
-    settings = {"weight_decay": 0.01, "momentum": 0.8, "wire": "fp32", "aladdin_ahead": own}
+    own = {"sync_rounds": 0, **changes.pop("own", {})}
+    settings = {"weight_decay": 0.01, "momentum": 0.8, "wire": "fp32"}
+    settings = {"aladdin_ahead": own, **changes.pop("settings", settings)}
     return replace(Job(NAME, bucket=4, slowdown=SPREAD, settings=settings), **changes)
 
 
@@ -337,6 +341,52 @@ def test_aladdin_ahead_straggler_neither_blocks_nor_destabilises(slow: float) ->
     assert all(worker.traffic.waiting < 2.5 * slow + 0.5 for worker in end.workers)  # at the end
 
 
+# -- first rounds -----------------------------------------------------------------------------
+
+
+def nesterov(case: Job, first: Tensor, rounds: int, lr: float, m: float) -> Tensor:
+    """Return the model after steps of a single process, with gradients without noise."""
+    problem = Quadratic(case.numel)
+    x, velocity = first.clone(), torch.zeros_like(first)
+    for _ in range(rounds):
+        velocity = m * velocity + lr * problem.scale * (x - m * velocity - problem.optimum)
+        x = x - velocity
+    return x
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_aladdin_ahead_first_rounds_are_synchronous(servers: int) -> None:
+    settings = {"weight_decay": 0.0, "momentum": 0.8}
+    models = []
+    for rounds in (12, 0):
+        case = job(
+            settings={**settings, "wire": "fp32", "aladdin_ahead": {"sync_rounds": rounds}},
+            servers=servers,
+            samples=12 * 4 * 4,
+            schedule=lambda samples: 0.2,
+            noise=0.0,
+            jitter=0.2,
+        )
+        end = run(case)
+        models.append(end.model)
+    expected = nesterov(case, end.first, 12, 0.2, 0.8)
+    torch.testing.assert_close(models[0], expected, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(models[1], expected, rtol=1e-2, atol=1e-2)
+
+
+def test_aladdin_ahead_slow_worker_delays_others_by_one_step_per_first_round() -> None:
+    begins: dict[int, list[float]] = {}
+
+    def note(transport: Transport, role: Role, lease: SampleLease) -> None:
+        begins.setdefault(transport.rank - 1, []).append(transport.now())
+
+    run(job(own={"sync_rounds": 5}, slowdown={0: 50.0}, samples=400, probe=note))
+    for index in (1, 2, 3):
+        steps = [after - before for before, after in pairwise(begins[index])]
+        assert steps[0] == pytest.approx(2.0, abs=0.1)
+        assert max(steps) < 2.1 and max(steps[7:]) < 1.1
+
+
 # -- just in time -----------------------------------------------------------------------------
 
 
@@ -435,7 +485,11 @@ def any_job(seed: int) -> Job:
         samples=4 * workers * steps + r.randint(0, 3),
         segments=r.randint(1, 3),
         bucket=r.choice([2, 5, 17]),
-        settings={"weight_decay": 0.0, "momentum": r.choice([0.0, 0.9])},
+        settings={
+            "weight_decay": 0.0,
+            "momentum": r.choice([0.0, 0.9]),
+            "aladdin_ahead": {"sync_rounds": seed % 3},
+        },
         slowdown={r.randrange(workers): r.choice([1.0, 3.0])},
         jitter=0.3,
         cluster=Cluster(**{**network, "failures": failures}),
