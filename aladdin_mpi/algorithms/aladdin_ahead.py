@@ -61,8 +61,9 @@ class AheadWorker(TrainingWorker):
         self.wire = wire
         self.room = CompressionController(levels(bits, options.pi))
         layout = worker.layout
-        weight, share = _number(options.weight), _number(options.send)
-        self.track = GlobalModelPredictor(worker, optimizer, weight, options.lookahead)
+        weight, lookahead = _number(options.weight), _number(options.lookahead)
+        share = _number(options.send)
+        self.track = GlobalModelPredictor(worker, optimizer, weight, lookahead)
         self.timing = ModelRequestScheduler(
             [len(layout.owned_by(s)) for s in range(layout.servers)], share
         )

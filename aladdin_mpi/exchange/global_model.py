@@ -60,7 +60,7 @@ class GlobalModelPredictor(Stateful):
         optimizer: makes steps of its gradients.
         weight: w, the weight of an own gradient as a substitute for all workers'; None: a / 2,
             limited to [1/2, 1], for an age of a rounds.
-        lookahead: L, rounds to look ahead from x.
+        lookahead: L, rounds to look ahead from x; None: the optimizer's.
     """
 
     SAVED = saved("velocity", "model", "count", "age", "begun")
@@ -70,7 +70,7 @@ class GlobalModelPredictor(Stateful):
         worker: Worker,
         optimizer: Optimizer,
         weight: float | None,
-        lookahead: float,
+        lookahead: float | None,
     ) -> None:
         self.worker = worker
         self.optimizer = optimizer
@@ -81,7 +81,8 @@ class GlobalModelPredictor(Stateful):
         self._new_vector = new_vector
         self._weight = weight
         m = optimizer.momentum
-        self.k = m * (1 - m**lookahead) / (1 - m)
+        rounds = optimizer.lookahead if lookahead is None else lookahead
+        self.k = m * (1 - m**rounds) / (1 - m)
         buckets = len(worker.layout.buckets)
         self.count = [0] * buckets
         """N: number of gradients in the model on which x is based."""
@@ -147,7 +148,7 @@ class GlobalModelPredictor(Stateful):
         m, w = self.optimizer.momentum, self.weight(bucket) * step.lr
         for part in _pieces(bucket, g):
             p, v, raw, mine = self.x[part], self.velocity[part], step.raw[part], g[part]
-            self.optimizer.correct(part, mine, p, raw, self.worker.unused(part))
+            self.optimizer.correct(part, mine, p, raw, self.worker.unused(part), self.n)
             if fused.is_usable(p, v, raw, mine):
                 fused.track_advance(p, v, raw, mine, step.lr, m, w, k)
                 continue

@@ -26,12 +26,14 @@ class Optimizer(ABC):
 
     Attributes:
         momentum: share of a step's direction that is kept in the next one's, in [0, 1).
+        lookahead: rounds by which aladdin-ahead computes gradients ahead of the model.
         takes_parts: a part may be cut anywhere; otherwise it has to be the whole vector.
         name: the name in messages.
     """
 
     name: str = "sgd"
     momentum: float = 0.0
+    lookahead: float = 1.0
     takes_parts: bool = True
 
     @abstractmethod
@@ -42,6 +44,7 @@ class Optimizer(ABC):
         x: Tensor,
         raw: Tensor | None = None,
         unused: Unused = (),
+        workers: float = 1.0,
     ) -> None:
         """Turn ``gradient`` into the direction of a step, in place, without changing ``x``.
 
@@ -51,6 +54,8 @@ class Optimizer(ABC):
             x: its parameters.
             raw: receives the direction without momentum.
             unused: see :class:`Optimizer`; the direction is zero there.
+            workers: number of workers whose directions are averaged. Adam's are normalised as
+                that of their mean gradient is, see :func:`.normalise_by_mean`.
         """
 
     @abstractmethod

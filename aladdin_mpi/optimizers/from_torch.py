@@ -164,6 +164,11 @@ class TorchOptimizer(Optimizer):
         return float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
 
     @property
+    def lookahead(self) -> float:  # type: ignore[override]
+        """Rounds to look ahead: more if the momentum is an average of gradients, not a sum."""
+        return 3.0 if "betas" in self.given.param_groups[0] else 1.0
+
+    @property
     def rate(self) -> float:
         """Learning rate of the first group."""
         return float(self.given.param_groups[0]["lr"])
@@ -176,6 +181,7 @@ class TorchOptimizer(Optimizer):
         x: Tensor,
         raw: Tensor | None = None,
         unused: Unused = (),
+        workers: float = 1.0,
     ) -> None:
         """Compute the direction; ``raw`` subtracts the previous one times the momentum."""
         if gradient.is_meta:
@@ -183,6 +189,10 @@ class TorchOptimizer(Optimizer):
         moved = self._copy(x)
         self._part(part).step(moved, gradient, unused)
         torch.sub(x, moved, out=gradient)
+        if workers > 1:
+            self._part(part).normalise_by_mean(gradient, x, workers)
+            for each in unused:
+                gradient[each].zero_()
         if raw is None:
             return
         if self._previous is None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.unused import Unused
 from aladdin_mpi.optimizers.base import Inherited
-from aladdin_mpi.optimizers.first_moment import mix_first_moment
+from aladdin_mpi.optimizers.first_moment import mix_first_moment, normalise_by_mean
 from aladdin_mpi.optimizers.script_access import hyperparameters, portable
 
 Place = tuple[slice, int, "nn.Parameter"]
@@ -164,6 +164,13 @@ class OptimizerPart:
             self._inner.step()
         for leaf in self._leaves:
             leaf.grad = None
+
+    def normalise_by_mean(self, direction: Tensor, x: Tensor, workers: float) -> None:
+        """Apply :func:`.normalise_by_mean` to the direction of the step from ``x``."""
+        for _, piece in self.leaves():
+            group = self._inner.param_groups[self._groups.index(piece.group)]
+            kind = type(self._inner)
+            normalise_by_mean(kind, group, piece.of(direction), piece.of(x), workers)
 
     def mix(self, part: slice, movement: Tensor, x: Tensor, lr: float, weight: float) -> None:
         """Mix ``movement`` into the first moments of rows, see :meth:`.Optimizer.mix`.

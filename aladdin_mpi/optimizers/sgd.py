@@ -59,6 +59,7 @@ class MomentumSGD(Optimizer):
         x: Tensor,
         raw: Tensor | None = None,
         unused: Unused = (),
+        workers: float = 1.0,
     ) -> None:
         """Compute the direction; ``raw`` receives ``g + d x``."""
         if gradient.is_meta:

@@ -275,11 +275,12 @@ class AladdinAheadOptions(OwnOptions):
         details="as a share of all workers' gradients; auto: half its age in rounds, between 1/2 "
         "and 1",
     )
-    lookahead: NonNegativeFloat = option(
-        1.0,
+    lookahead: NonNegativeFloat | Literal["auto"] = option(
+        "auto",
         "rounds by which gradients are computed ahead of the model",
         "ROUNDS",
-        details="extrapolated along the global momentum; a round is one gradient per worker",
+        details="extrapolated along the global momentum; a round is one gradient per worker; "
+        "auto: 1, or 3 if the optimizer's momentum is an average, as Adam's",
     )
     send: Share | Literal["auto"] = option(
         "auto",

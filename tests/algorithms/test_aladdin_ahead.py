@@ -118,6 +118,7 @@ class Plain:
         weight = None if isinstance(options.weight, str) else options.weight
         self.pi = 1 if isinstance(options.pi, str) else options.pi
         self.share = None if isinstance(options.send, str) else options.send
+        ahead = 1.0 if isinstance(options.lookahead, str) else options.lookahead
         self.parts = [bucket.part for bucket in job.layout.buckets]
         first = flat_start(job.numel).double().numpy()
         problem = Quadratic(job.numel)
@@ -126,7 +127,7 @@ class Plain:
         self.count = [0] * len(self.parts)
         m = job.options.momentum
         self.workers = [
-            [PlainBucket(first[part], self.n, m, weight, options.lookahead) for part in self.parts]
+            [PlainBucket(first[part], self.n, m, weight, ahead) for part in self.parts]
             for _ in range(self.n)
         ]
         self.own = [[0] * len(self.parts) for _ in range(self.n)]

@@ -258,6 +258,58 @@ def test_raw_direction_excludes_momentum() -> None:
     assert pair.optimizer.momentum == 0.9
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("workers", [1, 2, 16])
+def test_adam_direction_is_normalised_by_mean_gradient(
+    kind: type[torch.optim.Adam | torch.optim.AdamW], workers: int
+) -> None:
+    """``m / sqrt(v / n + (1 - 1/n) m^2)``, apart from weight decay that is decoupled."""
+    decay, rate = 0.1, 0.01
+    coupled = 0.0 if kind is torch.optim.AdamW else decay
+    pair = Pair(lambda p: kind(p, rate, (0.9, 0.95), eps=1e-30, weight_decay=decay))
+    m, v = torch.zeros_like(pair.x), torch.zeros_like(pair.x)
+    rates = _rates(pair, torch.full_like(pair.x, rate))
+    for step in range(1, 5):
+        g = pair.gradient(step)
+        owned = _is_stepped(pair)
+        whole = torch.where(owned, g + coupled * pair.x, 0.0)
+        m, v = 0.9 * m + 0.1 * whole, 0.95 * v + 0.05 * whole**2
+        first, second = m / (1 - 0.9**step), v / (1 - 0.95**step)
+        mean = second / workers + (1 - 1 / workers) * first**2
+        expected = rates * (first / (mean.sqrt() + 1e-30) + (decay - coupled) * pair.x)
+        before = pair.x.clone()
+        for part in pair.parts:
+            pair.optimizer.correct(part, g[part], pair.x[part], workers=workers)
+        assert torch.equal(pair.x, before)
+        torch.testing.assert_close(g[owned], expected[owned], rtol=1e-3, atol=1e-6)
+        assert not g[~owned].any()
+        pair.x.sub_(g)
+
+
+@pytest.mark.parametrize(("name", "is_alike"), [("sgd", True), ("lion", True), ("adamw", False)])
+def test_only_adams_direction_depends_on_number_of_workers(name: str, is_alike: bool) -> None:
+    directions = []
+    for workers in (1, 8):
+        pair = Pair(BY_VALUE[name], parts=False)
+        for number in range(2):  # Adam's first direction is the sign for any number of workers
+            g = pair.gradient(number).clone()
+            pair.optimizer.correct(pair.parts[0], g, pair.x, workers=workers)
+        directions.append(g)
+    assert torch.equal(*directions) is is_alike
+
+
+def test_aladdin_ahead_looks_further_ahead_with_averaged_momentum() -> None:
+    assert Pair(BY_VALUE["sgd"]).optimizer.lookahead == 1
+    assert Pair(BY_VALUE["adamw"]).optimizer.lookahead == 3
+
+
+def _is_stepped(pair: Pair) -> Tensor:
+    """Return which values of the flat vector are in a group."""
+    stepped = {p for group in pair.given.param_groups for p in group["params"]}
+    own = [p for p in pair.flat.parameters() if p.requires_grad][::-1]
+    return torch.cat([torch.full((p.numel(),), p in stepped) for p in own])
+
+
 def _rates(pair: Pair, rates: Tensor) -> Tensor:
     at, rates = 0, rates.clone()
     for p in [p for p in pair.flat.parameters() if p.requires_grad][::-1]:
