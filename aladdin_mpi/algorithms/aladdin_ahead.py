@@ -94,6 +94,8 @@ class AheadWorker(TrainingWorker):
     @property
     def _is_first_round(self) -> bool:
         """Whether this is one of the first rounds, in which workers wait for each other."""
+        if self.worker.computed > self.first:  # links may be slow
+            return False
         survivors = self.worker.survivors
         return survivors > 1 and min(self.track.count) < self.first * survivors
 
