@@ -113,8 +113,7 @@ def _sample_efficiency(
             return SampleEfficiency(1.0)
         if pilot is not None:
             return pilot[candidate.algorithm]
-        workers = on.hosts if candidate.has_nodes else on.workers
-        return learning.measured(candidate.algorithm, workers)
+        return learning.efficiency(candidate, on)
 
     return efficiency
 

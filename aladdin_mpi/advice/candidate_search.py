@@ -32,6 +32,10 @@ from aladdin_mpi.options.run import SimulateOptions
 
 SHORT, LONG = 10, 30
 """Steps of every worker in the first and the last runs."""
+TIMED_ROUNDS = 4
+"""Least rounds of a run, for algorithms that exchange progress once per round."""
+STEADY = {"aladdin-ahead": {"aladdin_ahead.sync_rounds": 0}}
+"""Options of timed runs, by algorithm, without which these begin differently than they go on."""
 CHECK = 5
 """Steps of every worker in a check on the whole cluster, if a smaller one represents it."""
 CHECKED = 3
@@ -170,8 +174,11 @@ class CandidateSearch:
     ) -> SimulateOptions:
         """Return the options of a timed run of ``steps`` steps per worker, on ``small`` or all."""
         request, on = (small.request, small.ground) if small else (self._request, self._ground)
+        steps = max(steps, TIMED_ROUNDS * candidate.rounds)
         batch, workers = request.options.batch_size, on.workers
         jitter = {} if ("jitter",) in request.cluster else {"jitter": JITTER}
+        # The first rounds are slower, and would be all of a short run.
+        steady = STEADY.get(candidate.algorithm, {})
         return request.simulated(
             {
                 "compute": "timed",
@@ -182,6 +189,7 @@ class CandidateSearch:
                 "seed": request.options.seed + seed,
                 "quiet": True,
                 **jitter,
+                **steady,
                 **candidate.fields,
             }
         )

@@ -14,15 +14,18 @@ from aladdin_mpi.options.algorithms import ALGORITHMS, Algorithm, find_algorithm
 from aladdin_mpi.options.reader import kebab
 from aladdin_mpi.options.run import SimulateOptions
 
-NOT_ADVISED = ("multistep", "eamsgd", "diloco", "async-diloco", "aladdin-local")
-"""multistep sums parts of layers, which a size does not define; eamsgd is as fast as easgd; the
-sample efficiency of the others has not been measured."""
+NOT_ADVISED = ("multistep", "eamsgd")
+"""multistep sums parts of layers, which a size does not define; eamsgd is as fast as easgd."""
 EARLY = ("aladdin-ahead", "ar-sgd", "sgp", "aladdin", "local-sgd", "bsp")
 """Main algorithms of each kind, which run first among equals, as time may run out."""
 BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}
 """Bytes of a value on the wire."""
-CHOOSES_WIRE = ("aladdin-ahead",)
+CHOOSES_WIRE = ("aladdin-ahead", "aladdin-local")
 """Algorithms that choose the precision of each message themselves."""
+ADAPTIVE = ("aladdin", *CHOOSES_WIRE)
+"""Algorithms that send less over slower links instead of waiting, and so learn less per sample."""
+ROUNDS = (8, 16, 32, 64)
+"""Steps between two exchanges that are tried, for the algorithms that exchange progress."""
 SERVERS = 32
 """Most servers of a first run, whose cost is proportional to them; later runs have up to twice as
 many."""
@@ -50,7 +53,9 @@ class Candidate:
         if self.servers:
             words += ["--servers", str(self.servers)]
         for name, value in self.options:
-            words += [f"--{kebab(name)}"] if value is True else [f"--{kebab(name)}", str(value)]
+            option = f"--{kebab(name.replace('.', '-'))}"
+            text = f"{value:g}" if isinstance(value, float) else str(value)
+            words += [option] if value is True else [option, text]
         return words
 
     @property
@@ -71,6 +76,12 @@ class Candidate:
         return str(dict(self.options).get("wire", ""))
 
     @property
+    def rounds(self) -> int:
+        """The steps between two exchanges of progress; 0 for an algorithm that sends gradients."""
+        own = dict(self.options)
+        return int(own.get("diloco.steps", own.get("async_diloco.steps", 0)))
+
+    @property
     def has_nodes(self) -> bool:
         """Whether gradients are aggregated per node."""
         return bool(dict(self.options).get("node_sums"))
@@ -86,6 +97,7 @@ class Candidate:
         if self.servers:
             place = "" if self.servers == 1 else " spread" if self.spread else " on one host"
             parts.append(f"{self.servers} server{'s' * (self.servers > 1)}{place}")
+        parts += [f"{self.rounds} steps per round"] if self.rounds else []
         parts += [self.wire] if self.wire else []
         parts += ["per-node aggregation"] if self.has_nodes else []
         return ", ".join(parts)
@@ -171,15 +183,28 @@ def names(requested: Sequence[str], workers: int) -> list[str]:
 
 
 def plain(name: str, on: ClusterTraits) -> Candidate:
-    """Return an algorithm with its defaults and a server on every host, up to :data:`SERVERS`."""
+    """Return an algorithm with its defaults and a server on every host, up to :data:`SERVERS`.
+
+    Algorithms that exchange progress have as few steps per round as the links permit.
+    """
     servers = min(on.hosts, on.workers, SERVERS) if ALGORITHMS[name].has_servers else 0
-    return Candidate(name, servers, servers > 1)
+    first = Candidate(name, servers, servers > 1)
+    if name not in ROUND_OPTIONS:
+        return first
+    needed = BYTES["int4"] / 4 * link_steps(first, on)
+    rounds = next((steps for steps in ROUNDS if steps >= needed), ROUNDS[-1])
+    return _in_rounds(first, rounds)
 
 
 def variants(name: str, on: ClusterTraits) -> Iterator[Candidate]:
     """Yield variants with other options, those that may be faster first."""
     algorithm = ALGORITHMS[name]
     first = plain(name, on)
+    if name in ROUND_OPTIONS:
+        for rounds in ROUNDS:
+            if rounds > first.rounds:
+                yield _in_rounds(first, rounds)
+        return
     for wire in _wires(algorithm):
         yield _with(first, wire=wire)
     if on.node and algorithm.node_sums and on.hosts >= max(2, algorithm.least_workers):
@@ -196,12 +221,59 @@ def variants(name: str, on: ClusterTraits) -> Iterator[Candidate]:
 def _wires(algorithm: Algorithm) -> list[str]:
     if algorithm.auto_wire not in BYTES or algorithm.name in CHOOSES_WIRE:
         return []  # the algorithm chooses the format
+    if algorithm.name == REFERENCE.algorithm:
+        return ["int4", "int8", "bf16"]
     return ["int8"] * algorithm.quantises + ["bf16"] * algorithm.whole_models
+
+
+def _diloco(rounds: int) -> dict[str, Any]:
+    """Return options of Streaming DiLoCo with averaging, which learns more in short rounds."""
+    fragments = 4
+    return {
+        "diloco.steps": rounds,
+        "diloco.fragments": fragments,
+        "diloco.overlap": rounds // fragments,
+        "diloco.blend": 0.5,
+        "diloco.outer_lr": 1.0,
+        "diloco.outer_momentum": 0.0,
+        "wire": "int4",
+    }
+
+
+def _async_diloco(rounds: int) -> dict[str, Any]:
+    return {
+        "async_diloco.steps": rounds,
+        "async_diloco.outer_lr": 1.0,
+        "async_diloco.outer_momentum": 0.0,
+        "wire": "int4",
+    }
+
+
+ROUND_OPTIONS = {"diloco": _diloco, "async-diloco": _async_diloco}
+"""Options of the algorithms that exchange progress, by the steps of a round, as measured in
+benchmarks/outer_advice.py."""
+
+
+def _in_rounds(candidate: Candidate, rounds: int) -> Candidate:
+    return replace(candidate, options=tuple(ROUND_OPTIONS[candidate.algorithm](rounds).items()))
 
 
 def _with(candidate: Candidate, **options: Any) -> Candidate:
     mine = dict(candidate.options) | options
     return replace(candidate, options=tuple(sorted(mine.items())))
+
+
+def link_steps(candidate: Candidate, on: ClusterTraits) -> float:
+    """Return the steps that the busiest link takes for an fp32 gradient of every worker.
+
+    Gradients are sent to the candidate's servers, or in a ring of all workers.
+    """
+    if candidate.servers:
+        seconds = max(max(arriving, leaving) for arriving, leaving in _crossings(candidate, on))
+    else:
+        ring = 2 * (on.workers - 1) / on.workers if on.hosts > 1 else 0.0
+        seconds = ring * on.megabytes * 1e6 / min(on.links)
+    return seconds / on.step
 
 
 def bound(candidate: Candidate, on: ClusterTraits) -> float:
@@ -215,16 +287,23 @@ def bound(candidate: Candidate, on: ClusterTraits) -> float:
     if candidate.algorithm not in sends_each or not candidate.servers:
         return best
     value = BYTES.get(candidate.wire or algorithm.auto_wire, 0.5)
-    nbytes = on.megabytes * 1e6 * value / 4
+    seconds = value / 4 * max(arriving for arriving, _ in _crossings(candidate, on))
+    return min(best, on.workers * on.step / seconds) if seconds else best
+
+
+def _crossings(candidate: Candidate, on: ClusterTraits) -> Iterator[tuple[float, float]]:
+    """Yield the seconds that each host's link takes for the gradients to servers there.
+
+    And for those of its own workers to servers elsewhere. Each worker sends one, in fp32.
+    """
+    each = on.node if candidate.has_nodes and on.node else 1
+    senders = [count // each for count in on.on_host]
     hosts = on.hosts if candidate.spread else 1
-    for host, count in Counter(server % hosts for server in range(candidate.servers)).items():
-        senders = on.workers - on.on_host[host]
-        if candidate.has_nodes and on.node:
-            senders //= on.node
-        if senders:
-            seconds = senders * nbytes * count / candidate.servers / on.links[host]
-            best = min(best, on.workers * on.step / seconds)
-    return best
+    places = Counter(server % hosts for server in range(candidate.servers))
+    for host, (link, own) in enumerate(zip(on.links, senders, strict=True)):
+        share = places[host] / candidate.servers
+        seconds = on.megabytes * 1e6 / link
+        yield share * (sum(senders) - own) * seconds, (1 - share) * own * seconds
 
 
 MANY = 128

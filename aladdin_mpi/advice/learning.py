@@ -1,33 +1,38 @@
 """Sample efficiency of the algorithms, relative to synchronous SGD.
 
 Throughput times sample efficiency, the effective throughput, determines the time to an accuracy.
-The figures come from measured runs (``learned.toml``) or from a pilot run of the user's task.
+The figures come from measured runs (``learned.toml`` and ``slow_links.toml``) or from a pilot run
+of the user's task.
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import as_completed
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import inf, log
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from aladdin_mpi.advice.candidates import ground, plain
+from aladdin_mpi.advice.candidates import (
+    ADAPTIVE,
+    BYTES,
+    CHOOSES_WIRE,
+    Candidate,
+    ClusterTraits,
+    ground,
+    link_steps,
+    plain,
+)
 from aladdin_mpi.advice.options import AdviceRequest
+from aladdin_mpi.advice.tables import read_table
 from aladdin_mpi.advice.timed_run import Processes
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.process import files
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 LINES = 40
 """Number of lines of metrics in a pilot run, which have the loss."""
@@ -41,6 +46,9 @@ LIKE = {"osgp": "sgp", "shat": "asp", "eamsgd": "easgd"}
 MOST = 1.0
 """Cap on the sample efficiency from runs that did not converge: an algorithm that learns faster at
 first is often no faster near convergence."""
+
+SLOW_WORKERS = 8
+"""Workers of the runs over slow links."""
 
 Curve = list[tuple[float, float]]
 """Pairs of a number of samples and the training loss after them."""
@@ -85,14 +93,62 @@ class EfficiencyRow:
         return self.high >= MOST and not self.converged
 
 
-@cache
-def table() -> Mapping[str, Mapping[int, EfficiencyRow]]:
+Rows = Mapping[int, EfficiencyRow]
+
+
+def table() -> Mapping[str, Rows]:
     """Return the measured figures, by algorithm and number of workers."""
-    text = (Path(__file__).parent / "learned.toml").read_text(encoding="utf-8")
+    return _read("learned.toml")
+
+
+def slow_links() -> Mapping[str, Rows]:
+    """Return the figures measured over slow links with :data:`SLOW_WORKERS` workers.
+
+    They are by :func:`setting`, and by steps per round, or by the steps that a link takes for an
+    fp32 gradient.
+    """
+    return _read("slow_links.toml")
+
+
+@cache
+def _read(name: str) -> Mapping[str, Rows]:
     return {
         name: {int(workers): EfficiencyRow(**of) for workers, of in rows.items()}
-        for name, rows in tomllib.loads(text).items()
+        for name, rows in read_table(name).items()
     }
+
+
+def efficiency(candidate: Candidate, on: ClusterTraits) -> SampleEfficiency:
+    """Return a candidate's sample efficiency on a cluster, from the tables."""
+    workers = on.hosts if candidate.has_nodes else on.workers
+    known = measured(candidate.algorithm, workers)
+    rows = slow_links().get(setting(candidate))
+    number = _number(candidate, on)
+    if not rows or (not number and candidate.algorithm in table()):
+        return known
+    slow = _interpolated(rows, number)
+    source = f"measured with a GPT and {SLOW_WORKERS} workers over slow links"
+    if candidate.algorithm in table():
+        slow = replace(slow, value=min(slow.value, known.value))
+    is_near = SLOW_WORKERS / 2 <= workers <= 2 * SLOW_WORKERS
+    return replace(slow, source=source, is_sure=slow.is_sure and is_near)
+
+
+def _number(candidate: Candidate, on: ClusterTraits) -> float:
+    """Return a candidate's number in :func:`slow_links`; 0 if the links carry all it sends."""
+    if candidate.algorithm not in ADAPTIVE:
+        return float(candidate.rounds or 1)
+    steps = link_steps(candidate, on)
+    if candidate.algorithm in CHOOSES_WIRE:
+        return steps if steps > BYTES["fp32"] / BYTES["int8"] else 0.0
+    steps *= BYTES[candidate.wire or "fp32"] / BYTES["fp32"]
+    return steps if steps > 1 else 0.0
+
+
+def setting(candidate: Candidate) -> str:
+    """Return the key of a candidate in :func:`slow_links`."""
+    is_quantised = candidate.algorithm in EXACT and candidate.wire.startswith("int")
+    return f"{candidate.algorithm} {candidate.wire}" if is_quantised else candidate.algorithm
 
 
 def measured(algorithm: str, workers: int) -> SampleEfficiency:
@@ -102,12 +158,17 @@ def measured(algorithm: str, workers: int) -> SampleEfficiency:
     rows = table().get(algorithm) or table().get(LIKE.get(algorithm, ""))
     if not rows:
         return SampleEfficiency(0.5, "not measured", is_sure=False)
-    within = min(max(workers, min(rows)), max(rows))
+    return _interpolated(rows, workers)
+
+
+def _interpolated(rows: Rows, wanted: float) -> SampleEfficiency:
+    """Return a figure between two rows, by the logarithm of their numbers."""
+    within = min(max(wanted, min(rows)), max(rows))
     below = max(number for number in rows if number <= within)
     above = min(number for number in rows if number >= within)  # may be the same one
     one, other = rows[below], rows[above]
     part = 0.0 if above == below else log(within / below) / log(above / below)
-    is_near = within / 2 <= workers <= 2 * within
+    is_near = within / 2 <= wanted <= 2 * within
     holds = is_near and one.converged and other.converged
 
     def between(first: float, second: float) -> float:
@@ -125,7 +186,7 @@ def measured(algorithm: str, workers: int) -> SampleEfficiency:
     )
 
 
-def _source(rows: Mapping[int, EfficiencyRow]) -> str:
+def _source(rows: Rows) -> str:
     """Return a short description of the runs behind a figure."""
     each = [
         f"{workers} workers ({row.seeds} seed{'s' * (row.seeds > 1)}, {row.steps:,} steps"

@@ -12,11 +12,13 @@ from aladdin_mpi.advice.bottleneck import Bottleneck, classify
 from aladdin_mpi.advice.candidate_search import NO_TIME, TIE, CandidateResult
 from aladdin_mpi.advice.candidates import REFERENCE, Candidate, ClusterTraits
 from aladdin_mpi.advice.learning import SampleEfficiency
+from aladdin_mpi.advice.memory import worker_models
 from aladdin_mpi.advice.options import AdviceRequest, AdviseOptions, Change
 from aladdin_mpi.comparison.plots import COLOURS, MARKERS, save
 from aladdin_mpi.process.console import number, percent, throughput
 
 UNKNOWN = "/path/to"
+SECONDS_PER_DAY = 86400
 STEPS = 100
 """Steps of a timed run of a model that is defined only by its size."""
 
@@ -240,6 +242,34 @@ def _reasons(advice: Advice) -> Iterator[str]:
         effect = "hardly change" if factor < GAIN else f"rise by a factor of {factor:.2f}"
         text += f" With {advice.bottleneck.change}, throughput would {effect}."
     yield text
+    yield from _costs(advice)
+
+
+def bytes_per_day(advice: Advice) -> float:
+    """Return the bytes that the busiest link carries per day, in one direction; 0 on one host."""
+    timed = advice.best.timed
+    if timed is None or not timed.links:
+        return 0.0
+    return timed.load * advice.ground.links[timed.links[0].host] * SECONDS_PER_DAY
+
+
+def _costs(advice: Advice) -> Iterator[str]:
+    """Yield the traffic, and the memory of a worker if it has been measured."""
+    timed, megabytes = advice.best.timed, advice.ground.megabytes
+    if (nbytes := bytes_per_day(advice)) and timed is not None:
+        link = timed.links[0]
+        way = "sends" if link.way == "out" else "receives"
+        yield f"Traffic: host {link.host} {way} most, {_gigabytes(nbytes)} per day."
+    if (models := worker_models(advice.best.candidate)) is not None:
+        device, pinned = (f"{n:g} models ({_gigabytes(n * megabytes * 1e6)})" for n in models)
+        yield (
+            f"Memory of a worker: {device} on its GPU and {pinned} in pinned host memory, with SGD "
+            "and without activations."
+        )
+
+
+def _gigabytes(nbytes: float) -> str:
+    return f"{number(nbytes / 1e9, 3)} GB"
 
 
 def _comparison(advice: Advice) -> Iterator[str]:
@@ -322,7 +352,10 @@ def _notes(advice: Advice, most: int) -> Iterator[str]:
 
 def _notes_on_efficiency(advice: Advice) -> Iterator[str]:
     best = advice.best
-    origin = "measured with ResNet-20 on CIFAR-10. To measure it on your task, add --pilot STEPS"
+    origin = (
+        "measured with ResNet-20 on CIFAR-10, or with a small GPT over slow links. To measure it "
+        "on your task, add --pilot STEPS"
+    )
     if advice.request.options.pilot:
         origin = f"measured in {advice.request.options.pilot} steps on your model and data"
     yield (
@@ -402,6 +435,8 @@ def as_data(advice: Advice) -> dict[str, Any]:
             {"change": change.text, "samples_per_second": rate, "beside": note or None}
             for change, rate, note in advice.tried
         ],
+        "bytes_per_day_on_busiest_link": bytes_per_day(advice),
+        "worker_memory_in_models": worker_models(best),
         "scaling": advice.scaling,
         "candidates": [_entry(advice, entry) for entry in advice.entries],
     }

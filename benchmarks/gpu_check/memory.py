@@ -38,6 +38,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--node-sums": {"node_sums": True},
 }
 """Cases of the guide's table that are not a wire format."""
+OWN: dict[str, dict[str, Any]] = {
+    "diloco": {"diloco": {"steps": 4, "fragments": 4, "overlap": 1}},
+    "async-diloco": {"async_diloco": {"steps": 2}},
+}
+"""Options by which an algorithm exchanges progress during the measured steps."""
 
 
 def guide_table(text: str) -> dict[tuple[str, str], tuple[float, float]]:
@@ -107,7 +112,7 @@ class _Meter:
 
 def measure(meter: _Meter, folder: str, algorithm: str, case: str) -> tuple[float, float]:
     """Return the device and pinned memory that a run uses, in multiples of the model."""
-    settings = OPTIONS.get(case, {"wire": case} if case else {})
+    settings = OPTIONS.get(case, {"wire": case} if case else {}) | OWN.get(algorithm, {})
     gc.collect()
     before = meter.read()
     module = network()

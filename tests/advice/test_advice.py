@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from aladdin_mpi.advice import bottleneck, candidates, learning, options, report
+from aladdin_mpi.advice import bottleneck, candidates, learning, memory, options, report
 from aladdin_mpi.advice.candidate_search import CandidateResult
 from aladdin_mpi.advice.candidates import Candidate, ClusterTraits
 from aladdin_mpi.advice.learning import SampleEfficiency
@@ -16,6 +18,7 @@ from aladdin_mpi.advice.timed_run import LinkUse, TimedRun, rate_of
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import ALGORITHMS
 from aladdin_mpi.options.run import SimulateOptions
+from benchmarks.gpu_check import memory as gpu_memory
 
 GBIT = 1e9 / 8
 FOUR = ClusterTraits([1.0] * 8, [2] * 4, [GBIT] * 4, 20.0, 0.1)
@@ -67,6 +70,32 @@ def test_candidate_bounds_use_hosts_links_and_slowdowns_of_cluster() -> None:
     assert on.links == [10 * GBIT, 10 * GBIT, 5 * GBIT, 10 * GBIT]
     uneven = candidates.ground(request.on({"workers": 7}), 20.0)
     assert sum(uneven.on_host) == 7 and uneven.node == 0
+
+
+def test_candidate_rounds_are_the_shortest_that_links_carry() -> None:
+    # A ring carries 2 * 7/8 * 20 MB of fp32 per sum over 0.125 GB/s: 2.8 steps, in int4 0.35.
+    ring = 2 * 7 / 8 * 20e6 / GBIT / 0.1
+    assert candidates.link_steps(Candidate("diloco", 0, False), FOUR) == pytest.approx(ring)
+    assert candidates.plain("diloco", FOUR).rounds == candidates.ROUNDS[0]
+    slow = replace(FOUR, links=[GBIT / 50] * 4)
+    first = candidates.plain("diloco", slow)
+    assert first.rounds == 32  # 17.5 steps in int4
+    assert [each.rounds for each in candidates.variants("diloco", slow)] == [64]
+    assert "--diloco-steps 32 --diloco-fragments 4 --diloco-overlap 8" in first.key
+    assert candidates.plain("async-diloco", replace(FOUR, links=[1.0] * 4)).rounds == 64
+
+
+def test_link_steps_follow_busiest_link() -> None:
+    one = Candidate("aladdin-local", 1, False)
+    # Host 0 receives six gradients of 0.16 s each; every other host sends two.
+    assert candidates.link_steps(one, FOUR) == pytest.approx(6 * 0.16 / 0.1)
+    slow = replace(FOUR, links=[10 * GBIT, GBIT, GBIT, GBIT / 10])
+    assert candidates.link_steps(one, slow) == pytest.approx(2 * 1.6 / 0.1)
+    spread = Candidate("aladdin-local", 4, True)
+    assert candidates.link_steps(spread, FOUR) == pytest.approx(1.5 * 0.16 / 0.1)
+    alone = ClusterTraits([1.0] * 4, [4], [GBIT], 20.0, 0.1)
+    for each in (one, Candidate("ar-sgd", 0, False)):
+        assert candidates.link_steps(each, alone) == 0
 
 
 def test_candidate_names_reject_unknown_algorithm_and_too_few_workers() -> None:
@@ -135,6 +164,34 @@ def test_sample_efficiency_is_computed_from_two_loss_curves() -> None:
     assert learning.taught(stuck, base) == pytest.approx(1.0)  # up to its last loss
     crawling = [(samples, 2.0 - samples / 400) for samples, _ in base]
     assert learning.taught(crawling, base) == pytest.approx(0.25)
+
+
+def test_sample_efficiency_over_slow_links_is_that_of_the_setting() -> None:
+    rows = learning.slow_links()
+    fast = replace(FOUR, links=[100 * GBIT] * 4)
+    ahead = candidates.plain("aladdin-ahead", fast)
+    assert learning.efficiency(ahead, fast) == learning.measured("aladdin-ahead", 8)
+    # Four servers: each host receives and sends 1.5 gradients.
+    slow = replace(FOUR, links=[1.5 * 20e6 / (50 * 0.1)] * 4)
+    for name in candidates.ADAPTIVE:
+        found = learning.efficiency(candidates.plain(name, slow), slow)
+        assert found.value == pytest.approx(rows[name][50].share) and found.is_sure
+    diloco = candidates.plain("diloco", fast)
+    assert learning.efficiency(diloco, fast).value == rows["diloco"][8].share
+    sixteen = Candidate("diloco", 0, False, (("diloco.steps", 16),))
+    assert (
+        rows["diloco"][8].share
+        > learning.efficiency(sixteen, fast).value
+        > rows["diloco"][32].share
+    )
+    int4 = Candidate("ar-sgd", 0, False, (("wire", "int4"),))
+    assert learning.efficiency(int4, fast).value == rows["ar-sgd int4"][1].share
+    assert learning.efficiency(candidates.REFERENCE, slow) == SampleEfficiency(1.0)
+
+
+def test_sample_efficiency_over_slow_links_is_an_estimate_for_other_numbers_of_workers() -> None:
+    many = ClusterTraits([1.0] * 64, [1] * 64, [GBIT] * 64, 20.0, 0.1)
+    assert not learning.efficiency(candidates.plain("diloco", many), many).is_sure
 
 
 # -- bottlenecks -----------------------------------------------------------------------------
@@ -231,6 +288,28 @@ def test_entry_rate_is_capped_at_bound() -> None:
 def test_scaling_knee_is_last_point_near_ideal() -> None:
     assert knee([(2, 2.0, 2.0), (4, 3.5, 4.0), (8, 5.0, 8.0)]) == 4
     assert knee([(2, 1.0, 2.0)]) is None
+
+
+# -- memory and traffic -------------------------------------------------------------------
+def test_memory_of_workers_is_that_of_the_gpu_guide() -> None:
+    found = {
+        (name, "" if wire == memory.DEFAULT else wire): models
+        for name, of in memory.table().items()
+        for wire, models in of.items()
+    }
+    text = (Path(__file__).parents[2] / "docs" / "gpus.md").read_text(encoding="utf-8")
+    guide = gpu_memory.guide_table(text)
+    guide["aladdin-ahead", ""] = guide.pop(("aladdin-ahead", "int8"))
+    for extra in ("DGC", "--node-sums"):
+        guide = {key: models for key, models in guide.items() if key[1] != extra}
+    assert found == guide
+
+
+def test_memory_of_unmeasured_candidate_is_unknown() -> None:
+    assert memory.worker_models(Candidate("bsp", 1, False)) == (3.0, 2.1)
+    assert memory.worker_models(Candidate("bsp", 1, False, (("wire", "int8"),))) == (5.2, 2.1)
+    assert memory.worker_models(Candidate("shat", 1, False)) is None
+    assert memory.worker_models(Candidate("bsp", 1, False, (("node_sums", True),))) is None
 
 
 # -- candidates without a simulation -----------------------------------------------------------

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from aladdin_mpi.advice import learning
 from aladdin_mpi.options.algorithms import find_algorithm
 from aladdin_mpi.options.run import SimulateOptions, read_request
-from benchmarks import outer
+from benchmarks import outer, outer_advice
 from benchmarks.outer_cells import PARAMETERS, Cell, Run, carry_out, time_to
 from benchmarks.outer_rules import RATES, Rule, parent, rules, score, tune
 from benchmarks.programs import outer_tasks
@@ -203,3 +204,27 @@ def test_run_is_simulated() -> None:
 def test_algorithms_of_the_rules_are_registered() -> None:
     for name in PRESENT:
         assert find_algorithm(rules()[name].algorithm)
+
+
+# -- sample efficiency for the adviser ---------------------------------------------------------
+
+
+def test_adviser_has_sample_efficiency_of_every_setting() -> None:
+    expected = {(each.key, each.number) for each in outer_advice.settings(outer_advice.STEPS)}
+    table = learning.slow_links()
+    assert {(key, number) for key, rows in table.items() for number in rows} == expected
+
+
+def test_efficiency_compares_samples_and_uses_the_better_peak() -> None:
+    def runs(run: Run) -> dict[str, Any]:
+        rate = 1.0 if run.algorithm == "ar-sgd" else 0.5 if run.peak < outer_advice.PEAK else 0.25
+        losses = [(samples, 3 - rate * samples / 100) for samples in range(0, 101, 10)]
+        curve = [{"samples": float(s), "test_loss": loss} for s, loss in losses]
+        return {"curve": curve, "loss": losses[-1][1]}
+
+    by_key = {(each.key, each.number): each for each in outer_advice.settings(100)}
+    row, losses = outer_advice.efficiency(by_key["aladdin-local", 50], 2, runs)
+    assert (row.share, row.low, row.high, row.seeds) == (0.5, 0.5, 0.5, 2)
+    assert losses == [2.5, 2.5]
+    row, _ = outer_advice.efficiency(by_key["diloco", 8], 1, runs)  # has one peak rate
+    assert row.share == 0.25
