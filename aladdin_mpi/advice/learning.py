@@ -127,9 +127,9 @@ def efficiency(candidate: Candidate, on: ClusterTraits) -> SampleEfficiency:
     if not rows or (not number and candidate.algorithm in table()):
         return known
     slow = _interpolated(rows, number)
+    if candidate.algorithm in table() and known.value < slow.value:
+        return known
     source = f"measured with a GPT and {SLOW_WORKERS} workers over slow links"
-    if candidate.algorithm in table():
-        slow = replace(slow, value=min(slow.value, known.value))
     is_near = SLOW_WORKERS / 2 <= workers <= 2 * SLOW_WORKERS
     return replace(slow, source=source, is_sure=slow.is_sure and is_near)
 

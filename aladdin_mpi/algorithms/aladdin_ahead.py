@@ -70,6 +70,7 @@ class AheadWorker(TrainingWorker):
         inbox = TrackInbox(worker, wire, self.track, self.timing)
         self.link = ServerLink(worker, wire, inbox, options.ring)
         self.first = options.sync_rounds
+        """Rounds at the start of the run in which workers wait for each other."""
         self.coalesced = 0
 
     def run(self) -> None:

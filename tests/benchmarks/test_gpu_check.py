@@ -50,11 +50,12 @@ def test_gpu_check_report_is_complete_after_each_row(tmp_path: Path) -> None:
 
 def test_guide_table_contains_every_row_of_the_guide() -> None:
     table = memory.guide_table(memory.GUIDE.read_text())
-    assert len(table) == 20
+    assert len(table) == 28
     assert table["bsp", "--node-sums"] == (3.0, 4.1)
     assert table["ssp", ""] == (3.0, 2.1)
     assert table["ar-sgd", "bf16"] == (3.0, 1.1)
     assert table["aladdin-ahead", "int8"] == (14.2, 6.3)
+    assert table["asp", "int8"] == (5.2, 2.1)
 
 
 def test_memory_tolerance_is_five_percent_or_half_a_digit() -> None:
