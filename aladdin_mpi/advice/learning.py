@@ -93,6 +93,10 @@ class EfficiencyRow:
         return self.high >= MOST and not self.converged
 
 
+UNMEASURED = SampleEfficiency(0.5, "not measured", is_sure=False)
+UNMEASURED_SLOW = SampleEfficiency(0.2, "not measured over slow links", is_sure=False)
+"""For links that do not carry a gradient per step: less than was measured with rare exchanges."""
+
 Rows = Mapping[int, EfficiencyRow]
 
 
@@ -123,6 +127,8 @@ def efficiency(candidate: Candidate, on: ClusterTraits) -> SampleEfficiency:
     workers = on.hosts if candidate.has_nodes else on.workers
     known = measured(candidate.algorithm, workers)
     rows = slow_links().get(setting(candidate))
+    if known == UNMEASURED and not rows and link_steps(candidate, on) > 1:
+        return UNMEASURED_SLOW
     number = _number(candidate, on)
     if not rows or (not number and candidate.algorithm in table()):
         return known
@@ -157,7 +163,7 @@ def measured(algorithm: str, workers: int) -> SampleEfficiency:
         return SampleEfficiency(1.0)
     rows = table().get(algorithm) or table().get(LIKE.get(algorithm, ""))
     if not rows:
-        return SampleEfficiency(0.5, "not measured", is_sure=False)
+        return UNMEASURED
     return _interpolated(rows, workers)
 
 

@@ -187,6 +187,9 @@ def test_sample_efficiency_over_slow_links_is_that_of_the_setting() -> None:
     int4 = Candidate("ar-sgd", 0, False, (("wire", "int4"),))
     assert learning.efficiency(int4, fast).value == rows["ar-sgd int4"][1].share
     assert learning.efficiency(candidates.REFERENCE, slow) == SampleEfficiency(1.0)
+    adsp = Candidate("adsp", 4, True)
+    assert learning.efficiency(adsp, fast) == learning.UNMEASURED
+    assert learning.efficiency(adsp, slow) == learning.UNMEASURED_SLOW
 
 
 def test_sample_efficiency_over_slow_links_is_an_estimate_for_other_numbers_of_workers() -> None:
