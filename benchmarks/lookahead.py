@@ -29,7 +29,7 @@ from benchmarks.outer_cells import BATCH, Cell, Run
 ROUNDS = (8, 32)
 OUTER = ((0.5, 0.0), (0.7, 0.5), (0.7, 0.9), (1.0, 0.5))
 """Rates and momenta of the outer optimizer; the first is Lookahead's."""
-PEAKS = (2e-3, 4e-3, 8e-3)
+PEAKS = (1.4e-3, 2e-3, 2.8e-3, 4e-3)
 STEPS = 1600
 QUICK = {"seeds": 1, "steps": 8, "rounds": [], "peaks": [PEAKS[0]]}
 
