@@ -20,9 +20,8 @@ from typing import Any
 
 import tomli_w
 
-from aladdin_mpi.advice.candidates import ADAPTIVE, ROUND_OPTIONS
+from aladdin_mpi.advice.candidates import ADAPTIVE, ROUND_OPTIONS, Candidate
 from aladdin_mpi.advice.learning import SLOW_WORKERS, EfficiencyRow, credited, mean_curve, taught
-from aladdin_mpi.options.reader import kebab
 from benchmarks import harness, quick
 from benchmarks.bounds import whole
 from benchmarks.harness import Findings
@@ -75,9 +74,8 @@ def settings(steps: int) -> list[SlowSetting]:
     cell = Cell(workers=SLOW_WORKERS, link=LINK, steps=steps)
 
     def run(algorithm: str, options: Mapping[str, Any], link: int = LINK) -> Run:
-        named = tuple(
-            (f"--{kebab(name.replace('.', '-'))}", _text(v)) for name, v in options.items()
-        )
+        words = iter(Candidate(algorithm, 0, False, tuple(options.items())).words[2:])
+        named = tuple(zip(words, words, strict=True))
         return Run(replace(cell, link=link), algorithm, named, PEAK, 0)
 
     found = [
@@ -94,10 +92,6 @@ def settings(steps: int) -> list[SlowSetting]:
         for link in LINKS
     ]
     return found
-
-
-def _text(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def efficiency(
