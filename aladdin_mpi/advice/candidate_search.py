@@ -35,7 +35,7 @@ SHORT, LONG = 10, 30
 TIMED_ROUNDS = 4
 """Least rounds of a run, for algorithms that exchange progress once per round."""
 STEADY = {"aladdin-ahead": {"aladdin_ahead.sync_rounds": 0}}
-"""Options of timed runs, by algorithm, without which these begin differently than they go on."""
+"""Options of timed runs, by algorithm, without which their first steps are slower."""
 CHECK = 5
 """Steps of every worker in a check on the whole cluster, if a smaller one represents it."""
 CHECKED = 3

@@ -292,9 +292,9 @@ def bound(candidate: Candidate, on: ClusterTraits) -> float:
 
 
 def _crossings(candidate: Candidate, on: ClusterTraits) -> Iterator[tuple[float, float]]:
-    """Yield the seconds that each host's link takes for the gradients to servers there.
+    """Yield the seconds that each host's link is busy with gradients, arriving and leaving.
 
-    And for those of its own workers to servers elsewhere. Each worker sends one, in fp32.
+    Every worker sends one in fp32; those to servers on the same host do not use a link.
     """
     each = on.node if candidate.has_nodes and on.node else 1
     senders = [count // each for count in on.on_host]
