@@ -28,7 +28,9 @@ class Tag(IntEnum):
     SAMPLED = 16  # answer to SAMPLE
     INPUTS = 17  # first worker to rank 0: inputs of the module
     FIGURES = 18  # worker to rank 0: metrics logged by the training loop
-    AMONG_WORKERS = 19  # between workers: a value of the training loop, to be summed
+    AMONG_WORKERS = 19  # between workers: a call of run.reduce(), with its place in the loop
+    SUMMANDS = 35  # between workers: the tensor of such a call
+    SUM_READY = 36  # to the rank itself: the calls of all workers have arrived
     SKIPPED = 22  # worker to rank 0: an unreadable image
     PROBE = 34  # in a probe of the cluster: bytes that are only timed
     SETUP = 7  # before training: facts that all ranks must agree on

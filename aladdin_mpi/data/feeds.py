@@ -41,7 +41,9 @@ from aladdin_mpi.data.loading import (
     describe,
     global_generators_kept,
     load_in_order,
+    parts_of,
     seed_global_generators,
+    takers_of_epoch,
 )
 from aladdin_mpi.data.sampler import Int64Array, Period, ShardedStream, order_key, permutation
 from aladdin_mpi.data.shards import ShardImages
@@ -112,6 +114,13 @@ class Feed(ABC):
     def source(self, share: FeedShare) -> Source:
         """Return the batches of one worker."""
 
+    @abstractmethod
+    def share_of_pass(self, share: FeedShare) -> Iterator[Any]:
+        """Return one worker's batches of a single pass: every n-th, as one process has them.
+
+        The order, and random numbers that samples draw, do not depend on the number of workers.
+        """
+
 
 class SampleFeed(Feed):
     """Samples by index, in an order by the run's seed, by a sampler, or by their shards.
@@ -174,6 +183,11 @@ class SampleFeed(Feed):
             _process_arguments(self._loader, share),
         )
 
+    def share_of_pass(self, share: FeedShare) -> Iterator[Any]:
+        """Return one worker's batches of a single pass."""
+        loader = self._loader or DataLoader(self._dataset, share.batch_size)
+        return BatchListFeed(loader).share_of_pass(share)
+
     def _whole_order(self, share: FeedShare) -> Callable[[int], Int64Array]:
         """Return a function that lists the samples of an epoch, given its number."""
         if self._order is not None:
@@ -225,13 +239,27 @@ class BatchListFeed(Feed):
             count, share.worker, share.workers, share.seed, lambda epoch: np.arange(count), past
         )
         numbers.position = share.done // size
+        return _Batches(self._load(share, self._keys(numbers, share.seed)))
+
+    def share_of_pass(self, share: FeedShare) -> Iterator[Any]:
+        """Return one worker's batches of a single pass."""
+        batches = self._order.epochs(share.seed)(0)[share.worker :: share.workers]
+        return self._load(share, map(partial(self._keys_of, 0), batches), is_training=False)
+
+    def _load(
+        self, share: FeedShare, keys: Iterator[list[tuple[int, int]]], is_training: bool = True
+    ) -> Iterator[Any]:
+        """Yield the batches with the given (epoch, index) pairs."""
         collate = self._loader.collate_fn
         if self._items_are_batches:
             collate = partial(_convert_item, collate)
-        load = TrainingLoader(cast(MapDataset, self._loader.dataset), share.seed, collate)
+        dataset = cast(MapDataset, self._loader.dataset)
+        load = TrainingLoader(dataset, share.seed, collate, is_training)
         arguments = _process_arguments(self._loader, share)
-        keys = self._keys(numbers, share.seed)
-        return _Batches(load_in_order(load, keys, share.processes, share.start, **arguments))
+        return load_in_order(load, keys, share.processes, share.start, **arguments)
+
+    def _keys_of(self, epoch: int, batch: Any) -> list[tuple[int, int]]:
+        return [(epoch, i) for i in ([batch] if self._items_are_batches else batch)]
 
     def _keys(self, numbers: ShardedStream, seed: int) -> Iterator[list[tuple[int, int]]]:
         """Yield the (epoch, index) pairs of one worker's batches, endlessly."""
@@ -240,8 +268,7 @@ class BatchListFeed(Feed):
             (epoch,), (number,) = (each.tolist() for each in numbers.take(1))
             batches = epochs(epoch)
             if number < len(batches):  # some samplers have fewer batches in certain epochs
-                batch = batches[number]
-                yield [(epoch, i) for i in ([batch] if self._items_are_batches else batch)]
+                yield self._keys_of(epoch, batches[number])
 
 
 def _convert_item(convert: Callable[[Any], Any], items: list[Any]) -> Any:
@@ -290,6 +317,12 @@ class StreamFeed(Feed):
             return _Batches(_every(self._batches, 0, 1))
         return _Batches(_every(self._batches, share.worker, share.workers, share.seed))
 
+    def share_of_pass(self, share: FeedShare) -> Iterator[Any]:
+        """Return one worker's batches of a single pass; all of them if it is sharded."""
+        if self._sharded:
+            return iter(self._batches)
+        return islice(_epoch_of(self._batches, 0, share.seed), share.worker, None, share.workers)
+
 
 class _Batches:
     """A source of existing batches, whatever their size."""
@@ -310,11 +343,10 @@ def _every(batches: Iterable[Any], first: int, step: int, seed: int | None = Non
     With ``seed``, an order that is drawn from the global generators at the start of an epoch is
     the same for all workers.
     """
-    epoch = 0
+    epoch, takers = 0, takers_of_epoch(*_shapers(batches))
     while True:
-        dataset = getattr(batches, "dataset", batches)
-        if hasattr(dataset, "set_epoch"):
-            dataset.set_epoch(epoch)
+        for each in takers:
+            each.set_epoch(epoch)
         number = -1
         for number, batch in enumerate(_epoch_of(batches, epoch, seed)):
             if number % step == first:
@@ -332,6 +364,14 @@ def _every(batches: Iterable[Any], first: int, step: int, seed: int | None = Non
                 "sharded=True for data that differ between workers"
             )
         epoch += 1
+
+
+def _shapers(batches: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the objects that may determine the batches of an epoch."""
+    if not isinstance(batches, DataLoader):
+        return batches, getattr(batches, "dataset", None)
+    samplers = (*_owners(batches.sampler), *_owners(batches.batch_sampler))
+    return batches, *parts_of(batches.dataset), *samplers
 
 
 def _epoch_of(batches: Iterable[Any], epoch: int, seed: int | None) -> Iterator[Any]:
@@ -432,6 +472,7 @@ def _feed_of_loader(loader: DataLoader[Any], sharded: bool) -> Feed:
         own.__iter__ is not DataLoader.__iter__ or own._get_iterator is not DataLoader._get_iterator
     )
     if isinstance(loader.dataset, IterableDataset) or iterates_itself:
+        _check_epochs_reach(loader)
         return StreamFeed(loader, sharded)
     _check_not_sharded(loader.dataset, sharded)
     if type(loader.batch_sampler) is BatchSampler and loader.batch_size is not None:
@@ -457,6 +498,16 @@ def _check_loader(loader: DataLoader[Any], sharded: bool) -> None:
         raise UserError(
             "batches(): in_order=False of the DataLoader cannot be combined with dealing its "
             "batches to the workers, which need to agree on their order. Leave it out."
+        )
+
+
+def _check_epochs_reach(loader: DataLoader[Any]) -> None:
+    """Refuse a data set whose epochs cannot be set in the loader's processes."""
+    if loader.persistent_workers and takers_of_epoch(*parts_of(loader.dataset)):
+        raise UserError(
+            "batches(): persistent_workers=True of the DataLoader keeps copies of the data set in "
+            f"its processes, which set_epoch() of {type(loader.dataset).__name__} does not reach. "
+            "Leave persistent_workers out."
         )
 
 
@@ -560,9 +611,8 @@ class SamplerOrder:
             if is_shared and not (epoch and loader.persistent_workers):
                 # A DataLoader draws a seed for its processes whenever it is iterated.
                 torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-            for owner in _owners(self._sampler):
-                if hasattr(owner, "set_epoch"):
-                    owner.set_epoch(epoch)
+            for owner in takers_of_epoch(*_owners(self._sampler)):
+                owner.set_epoch(epoch)
             entries = list(islice(self._sampler, self.length + 1))
         count = len(entries)
         if count > self.length or (count < self.length and not self._may_be_short):

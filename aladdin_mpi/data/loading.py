@@ -17,7 +17,14 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    Subset,
+    default_collate,
+    get_worker_info,
+)
 
 from aladdin_mpi.data.datasets import MapDataset, known_classes
 from aladdin_mpi.data.images import ImageArrays, ImageFiles, Skip, SkippedImages, skips_of
@@ -214,17 +221,45 @@ def _keys(places: Places) -> list[Key]:
     return list(zip(epochs.tolist(), indices.tolist(), strict=True))
 
 
+def parts_of(dataset: Any) -> Iterator[Any]:
+    """Yield a data set, and those of which torch has made it."""
+    yield dataset
+    inner = [dataset.dataset] if isinstance(dataset, Subset) else []
+    for each in dataset.datasets if isinstance(dataset, ConcatDataset) else inner:
+        yield from parts_of(each)
+
+
+def takers_of_epoch(*objects: Any) -> list[Any]:
+    """Return the objects that have a ``set_epoch()``, each once."""
+    takers = (each for each in objects if callable(getattr(each, "set_epoch", None)))
+    return list({id(each): each for each in takers}.values())
+
+
 class TrainingLoader:
     """Loader of batches by (epoch, index), with augmentation determined by these and the seed.
 
-    ``draws``: whether a trial batch has drawn from the process's global generators.
+    Before the first sample of an epoch, ``set_epoch()`` of the data set, if any, is called in the
+    process that loads the sample.
+
+    Args:
+        dataset: the data set.
+        seed: of the augmentation.
+        collate: makes a batch of a list of samples.
+        is_training: otherwise samples are loaded for evaluation, and epochs are not set.
+
+    Attributes:
+        draws: whether a trial batch has drawn from the process's global generators.
     """
 
-    def __init__(self, dataset: MapDataset, seed: int, collate: Collate) -> None:
+    def __init__(
+        self, dataset: MapDataset, seed: int, collate: Collate, is_training: bool = True
+    ) -> None:
         self.dataset = dataset
         self._seed = seed
         self._collate = collate
-        self._augmented = getattr(dataset, "augmented", None)
+        self._augmented = getattr(dataset, "augmented", None) if is_training else None
+        self._epoch = -1
+        self._takes_epoch = takers_of_epoch(*parts_of(dataset)) if is_training else []
         self.draws = False
 
     def __call__(self, keys: list[Key], mode: LoadMode = LoadMode.ALONE) -> Any:
@@ -233,15 +268,21 @@ class TrainingLoader:
         numbers = sample_keys(self._seed, AUGMENTATION, epochs, indices).tolist()
         with nullcontext() if mode is LoadMode.CONCURRENT else global_generators_kept():
             samples = [
-                self._sample(index, number, mode)
-                for index, number in zip(indices.tolist(), numbers, strict=True)
+                self._sample(epoch, index, number, mode)
+                for epoch, index, number in zip(
+                    epochs.tolist(), indices.tolist(), numbers, strict=True
+                )
             ]
         before = _positions() if mode is LoadMode.TRIAL else None
         batch = self._collate(samples)
         self.draws |= before is not None and before != _positions()
         return batch
 
-    def _sample(self, index: int, number: int, mode: LoadMode) -> Any:
+    def _sample(self, epoch: int, index: int, number: int, mode: LoadMode) -> Any:
+        if epoch != self._epoch:
+            self._epoch = epoch
+            for each in self._takes_epoch:
+                each.set_epoch(epoch)
         if self._augmented is None and mode is not LoadMode.CONCURRENT:
             seed_global_generators(number)
         before = _positions() if mode is LoadMode.TRIAL else None

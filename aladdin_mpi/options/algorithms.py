@@ -97,6 +97,7 @@ class Algorithm:
         steps_unused: parameters that a batch does not use are stepped with a gradient of zero.
         takes_writes: values that a script writes into its model after a step remain, if every
             worker writes the same.
+        bounds_staleness: without rounds, a worker may wait for the steps of a slower one.
         check: raises :class:`UserError` for options that cannot be combined.
         on_resize: message to the user when the number of workers changes.
     """
@@ -122,6 +123,7 @@ class Algorithm:
     server_steps: bool = False
     steps_unused: bool = False
     takes_writes: bool = False
+    bounds_staleness: bool = False
     check: Callable[[GeneralOptions], None] = lambda run: None
     on_resize: str = ""
 
@@ -443,7 +445,13 @@ class SspOptions(AspOptions):
 
 
 SSP = Algorithm(
-    "ssp", SspOptions, has_servers=True, compresses=True, quantises=True, optimizers="by-value"
+    "ssp",
+    SspOptions,
+    has_servers=True,
+    compresses=True,
+    quantises=True,
+    optimizers="by-value",
+    bounds_staleness=True,
 )
 
 

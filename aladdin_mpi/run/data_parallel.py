@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from aladdin_mpi.accelerator import configure
+from aladdin_mpi.control.budget import SampleLease
 from aladdin_mpi.control.exchange import all_or_none
 from aladdin_mpi.control.refusals import Reason, Refusal, report
 from aladdin_mpi.control.tags import SEALED
@@ -27,7 +29,6 @@ from aladdin_mpi.options.algorithms import Algorithm
 from aladdin_mpi.options.checks import checked_algorithm
 from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.process import console, guard, heap
-from aladdin_mpi.run import loop
 from aladdin_mpi.run.api_options import (
     agreed_options,
     check_given,
@@ -43,9 +44,18 @@ from aladdin_mpi.run.job import TIMEOUT, choose_device, start_mpi
 from aladdin_mpi.run.loop import Loop, LoopWatch
 from aladdin_mpi.run.placement import bind_to_near, print_placement
 from aladdin_mpi.run.rank import Rank
+from aladdin_mpi.run.reductions import AFTER_LOOP, Place, Reductions
 from aladdin_mpi.run.script import OptionsResolved, simulated_rank
 from aladdin_mpi.run.takeover import LoopProgress, Takeover
-from aladdin_mpi.run.training_data import NO_BATCH, Batches, Delivery, Epoch, TrainingData, prepare
+from aladdin_mpi.run.training_data import (
+    NO_BATCH,
+    Batches,
+    Delivery,
+    Epoch,
+    TrainingData,
+    evaluation_share,
+    prepare,
+)
 from aladdin_mpi.session.coordinator import RunHook
 from aladdin_mpi.session.user_optimizer import OptimizerInput, resolve, settings_for
 from aladdin_mpi.transport.base import Transport, once
@@ -181,10 +191,12 @@ class DataParallel:
         )
         self._evaluate = evaluate
         self._runner: ElasticRunner | None = None
-        self._loop = Loop(Delivery(self.device, self.options.channels_last))
+        self._deliver = Delivery(self.device, self.options.channels_last)
+        self._loop = Loop(self._deliver)
         self._by_epochs = False
         self._projections: list[Projection] = []
         self._progress = LoopProgress()
+        self._reductions = Reductions(self._progress)
         self.run_dir: Path | None = None
         self.state: dict[str, Any] = {}
 
@@ -233,9 +245,20 @@ class DataParallel:
         return self.transport.rank == self._servers
 
     @property
+    def worker(self) -> int:
+        """This worker's number, from 0, in the present group of ranks.
+
+        -1 on a server and on an unused spare rank. They read no data, so that an index of -1 may
+        stand for any worker's part.
+        """
+        number = self.transport.rank - self._servers
+        return number if 0 <= number < self.workers else -1
+
+    @property
     def workers(self) -> int:
-        """The number of workers with which the run began."""
-        return self.transport.size - self._servers
+        """The number of workers in the present group of ranks; known before the loop."""
+        spares = self.options.spares if self._rank is None else 0
+        return self.transport.size - self._servers - spares
 
     @property
     def groups(self) -> int:
@@ -291,7 +314,7 @@ class DataParallel:
         # The ending needs them to complete a loop that is left early.
         ending = self._ending
         ending.batches = self._run(data, sharded)
-        return Batches(ending.batches, ending.note_left, ending.check_open)
+        return Batches(ending.batches, ending.note_left, ending.check_open, self._note_batch)
 
     def epochs(self, data: Any, sharded: bool = False) -> Iterator[Epoch]:
         """Yield the batches by epochs: ``for epoch in run.epochs(data): for batch in epoch: ...``.
@@ -321,9 +344,10 @@ class DataParallel:
 
         for number in range(first, -(-plan.total // plan.epoch)):
             self._progress.epoch = number
+            self._reductions.move(Place(number))
             end = (number + 1) * plan.epoch
             self._ending.check_open()
-            epoch = Epoch(number, batches, partial(is_past, end))
+            epoch = Epoch(number, batches, partial(is_past, end), self._reductions.end_epoch)
             yield epoch
             if not epoch.is_done:
                 self._ready().worker.pass_over(end)
@@ -347,7 +371,7 @@ class DataParallel:
             prepared.length,
             facts,
             self._loop.compute,
-            self._loop.note_empty if self._by_epochs else lambda _: None,
+            self._loop.note_empty if self._by_epochs else self._pass_round,
             self._evaluate,
             self._optimizer,
             self._schedule,
@@ -402,6 +426,7 @@ class DataParallel:
         self._servers = rank.context.servers
         self.is_server = rank.context.is_server
         if not self.is_server:
+            self._reductions.connect(rank.worker, self.algorithm)
             self._loop.follow(rank, data.source(rank.worker, rank.session.origin.past))
 
     def _worker_batches(self, runner: ElasticRunner) -> Iterator[Any]:
@@ -411,11 +436,27 @@ class DataParallel:
             loses_writes = "" if takes_writes else self.algorithm.name
             watch = LoopWatch(self.module, self._optimizer, loses_writes)
         with closing(watch) if watch is not None else nullcontext():
-            yield from self._loop.batches(runner.run, watch)
-            if self._by_epochs and not self.is_server:
-                yield NO_BATCH  # ends the last epoch before the run is completed
-                if watch is not None:
-                    watch.resume()
+            try:
+                yield from self._loop.batches(runner.run, watch)
+                if self._by_epochs and not self.is_server:
+                    yield NO_BATCH  # ends the last epoch before the run is completed
+                    if watch is not None:
+                        watch.resume()
+            except GeneratorExit:  # the loop was left; after an error, others wait for its report
+                self._reductions.move(AFTER_LOOP)
+                raise
+        self._reductions.move(AFTER_LOOP)
+
+    def _pass_round(self, lease: SampleLease) -> None:
+        self._reductions.move_within(lease.start, inf)
+
+    def _note_batch(self, batch: Any) -> None:
+        self._note_place(inf if batch is NO_BATCH else 2 * self._loop.number)
+
+    def _note_place(self, part: float) -> None:
+        """Note the place in the present round's step that the loop has reached."""
+        if self._loop.lease is not None:
+            self._reductions.move_within(self._loop.lease.start, part)
 
     # -- the end ----------------------------------------------------------------------------
     def close(self) -> None:
@@ -471,6 +512,7 @@ class DataParallel:
                     "--max-loss requires the loss of every batch, but step() was called without "
                     "one. Call run.step(loss), or leave --max-loss out."
                 )
+            self._note_place(2 * self._loop.number + 1)
             self._loop.step(loss)
         except UserError:
             with self._error_wording():
@@ -536,6 +578,34 @@ class DataParallel:
             rank = self._ready()
             rank.user_metrics.send(figures, is_late=rank.session.over)
 
+    def evaluation_batches(self, data: Any, sharded: bool = False) -> Iterator[Any]:
+        """Return this worker's share of one pass over evaluation data, on ``device``.
+
+        Each batch goes to one worker: worker w of n gets the batches w, w + n, and so on, which
+        are those of one process. No sample is repeated or left out, so that sums by
+        :meth:`reduce` are exact. A server gets none; one process gets all::
+
+            for inputs, labels in run.evaluation_batches(test_loader):
+                correct += (model(inputs).argmax(1) == labels).sum()
+            accuracy = run.reduce(correct, "sum") / len(test_set)
+
+        An order or an augmentation that is drawn at random is the same in every pass, for any
+        number of workers. If a worker fails during a pass, its share is missing from this one.
+
+        Args:
+            data: as for :meth:`batches`; a data set has batches of ``batch_size``.
+            sharded: the iterable yields different batches on each worker already.
+
+        Raises:
+            UserError: the run has ended, or the data cannot be distributed.
+        """
+        self._check_together("evaluation_batches")
+        if self.is_server:
+            return iter(())
+        with self._error_wording():
+            share = evaluation_share(data, sharded, self._ready().worker, self.options)
+        return map(self._deliver, share)
+
     def reduce(self, value: float | Tensor, how: Literal["mean", "sum"] = "mean") -> Tensor:
         """Return the mean or the sum of a number, or a tensor, over all surviving workers.
 
@@ -545,16 +615,12 @@ class DataParallel:
         Raises:
             UserError: the run has ended, so that the ranks no longer communicate.
         """
-        if self.is_over:
-            raise UserError(
-                "training loop: run.reduce() was called after the run ended. Call it at the ends "
-                "of run.epochs(), or measure on one rank: all ranks have the same model now."
-            )
+        self._check_together("reduce")
         if self.is_server:  # a worker may have become one
             return torch.as_tensor(value, dtype=torch.float64)
-        self._progress.reductions += 1
         with self._error_wording():
-            total, count = loop.allreduce(self._ready().worker, value)
+            self._ready()
+            total, count = self._reductions.sum(value)
         return total / count if how == "mean" else total
 
     @contextmanager
@@ -577,6 +643,14 @@ class DataParallel:
         """
         self._ready().worker.stop()
 
+    def _check_together(self, name: str) -> None:
+        """Refuse a method that the workers call together after the run has ended."""
+        if self.is_over:
+            raise UserError(
+                f"training loop: run.{name}() was called after the run ended. Call it at the ends "
+                "of run.epochs(), or measure on one rank: all ranks have the same model now."
+            )
+
     def _ready(self) -> Rank:
         self._ending.check_open()
         if self._rank is None:
@@ -593,7 +667,8 @@ def _checked(options: RunOptions, transport: Transport) -> Algorithm:
             "--spares requires an MPI that survives failures. Start with mpirun --with-ft ulfm "
             "(Open MPI 5), or leave --spares out."
         )
-    return checked_algorithm(options, transport.size - options.spares)
+    algorithm = checked_algorithm(options, transport.size - options.spares)
+    return algorithm
 
 
 def _sealed(transport: Transport) -> Transport:

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import wraps
 from operator import is_
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -16,50 +15,15 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from aladdin_mpi.accelerator import is_accelerator
 from aladdin_mpi.control.budget import SampleLease
-from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.data.feeds import Source
-from aladdin_mpi.errors import LostError, PeerFailedError, UserError
+from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.dtypes import VisibleWrites
 from aladdin_mpi.flat.replica import Replica
 from aladdin_mpi.process.guard import no_exit
 from aladdin_mpi.run.rank import Rank
 from aladdin_mpi.run.training_data import NO_BATCH
 from aladdin_mpi.session.user_optimizer import UserOptimizer
-from aladdin_mpi.transport.base import surviving_ranks, wait_ended
 from aladdin_mpi.worker.step import SKIPPED, Loss
-from aladdin_mpi.worker.worker import Worker
-
-
-def allreduce(worker: Worker, value: float | Tensor) -> tuple[Tensor, int]:
-    """Return the sum of ``value`` over all surviving workers, in fp64, and their number.
-
-    Each worker sends its value to all others and adds them in the order of the workers, so that
-    the sums are bit-identical. An MPI collective would require the servers too.
-
-    Raises:
-        LostError: the group is revoked. The workers that wait here cannot continue in the next
-            one, where other workers may need steps from them before they reach this call.
-    """
-    transport = worker.whole
-    mine = torch.as_tensor(value, dtype=torch.float64).detach().cpu().reshape(-1).contiguous()
-    workers = [rank for rank in surviving_ranks(transport) if rank >= worker.servers]
-    others = [rank for rank in workers if rank != transport.rank]
-    received = {rank: torch.empty_like(mine) for rank in others}
-    receives = {
-        rank: transport.irecv(buffer, rank, Tag.AMONG_WORKERS) for rank, buffer in received.items()
-    }
-    sends = [transport.isend(mine, rank, Tag.AMONG_WORKERS) for rank in others]
-    values = {transport.rank: mine}
-    for rank, request in receives.items():
-        with suppress(PeerFailedError):
-            transport.wait(request)
-            values[rank] = received[rank]
-    if transport.is_revoked():
-        raise LostError("a rank failed while workers waited for each other in run.reduce()")
-    wait_ended(transport, sends)
-    total = torch.stack([values[rank] for rank in sorted(values)]).sum(0)
-    shape = value.shape if isinstance(value, Tensor) else ()
-    return total.reshape(shape), len(values)
 
 
 class Loop:
@@ -71,12 +35,14 @@ class Loop:
     Attributes:
         skipping: the loop has been left, so that leases are no longer computed.
         has_finished: the algorithm has ended without an error.
+        number: of the present batch in its lease, from 0.
         is_last: the present batch completes its lease.
     """
 
     def __init__(self, deliver: Callable[[Any], Any]) -> None:
         self.skipping = self.has_finished = False
         self.is_last = True
+        self.number = 0
         self.lease: SampleLease | None = None
         self._batch_size = 0
         """Samples of a batch; an accumulated step has several batches."""
@@ -151,6 +117,7 @@ class Loop:
         assert self.lease is not None
         remaining = self.lease.size
         self._handed_over = False
+        self.number = -1
         if not remaining:
             yield NO_BATCH
             self.note_resumed()
@@ -183,6 +150,7 @@ class Loop:
     def _begin(self, is_last: bool) -> None:
         assert self._rank is not None
         self._stepped, self.is_last = False, is_last
+        self.number += 1
         watch = self._rank.worker.step.watch
         if watch is not None:
             watch.enabled = is_last
@@ -262,24 +230,37 @@ def _value(loss: Tensor | float | None) -> Tensor | float | None:
 
 
 # -- checks of the user's loop ---------------------------------------------------------------------
-COUNTS = "counts_for_aladdin_mpi"
-"""Attribute that marks a ``GradScaler.scale`` that counts its calls."""
+class _ScaledLosses:
+    """Counts the losses that enabled ``GradScaler`` objects scale while loops are watched."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._watches = 0
+        self._original: Any = None
+
+    def watch(self) -> None:
+        """Count from now on."""
+        self._watches += 1
+        if self._watches > 1:
+            return
+        self._original = scale = GradScaler.scale
+
+        @wraps(scale)
+        def counted(scaler: GradScaler, outputs: Any) -> Any:
+            self.count += scaler.is_enabled()
+            return scale(scaler, outputs)
+
+        replacement: Any = counted
+        GradScaler.scale = replacement  # type: ignore[method-assign]
+
+    def unwatch(self) -> None:
+        """Restore ``GradScaler.scale`` once no loop is watched."""
+        self._watches -= 1
+        if not self._watches:
+            GradScaler.scale = self._original  # type: ignore[method-assign]
 
 
-def _count_scaled_losses() -> None:
-    """Make ``GradScaler.scale`` count its calls, also after the run has ended."""
-    scale = GradScaler.scale
-    if hasattr(scale, COUNTS):
-        return
-
-    @wraps(scale)
-    def counted(scaler: GradScaler, outputs: Any) -> Any:
-        LoopWatch.scaled += scaler.is_enabled()
-        return scale(scaler, outputs)
-
-    setattr(counted, COUNTS, True)
-    replacement: Any = counted
-    GradScaler.scale = replacement  # type: ignore[method-assign]
+_scaled = _ScaledLosses()
 
 
 KEPT = (
@@ -325,9 +306,6 @@ class LoopWatch:
             steps; else empty.
     """
 
-    scaled: ClassVar[int] = 0
-    """Number of losses that enabled ``GradScaler`` objects have scaled in this process."""
-
     def __init__(
         self, module: nn.Module, own: UserOptimizer | None = None, loses_writes: str = ""
     ) -> None:
@@ -341,7 +319,7 @@ class LoopWatch:
         self._parts = _ModuleParts(module)
         self._versions = [p._version for p in self._names]
         self._writes = VisibleWrites(self._names)
-        _count_scaled_losses()
+        _scaled.watch()
         self._scaled_before = 0
         self._hook = register_optimizer_step_pre_hook(self._refuse_optimizer)
 
@@ -376,7 +354,7 @@ class LoopWatch:
         self._versions = [p._version for p in self._names]
         if self._access is not None:
             self._access.begin_batch()
-        self._scaled_before = LoopWatch.scaled
+        self._scaled_before = _scaled.count
 
     def end(self) -> None:
         """Check the parameters at step().
@@ -387,7 +365,7 @@ class LoopWatch:
         """
         if self._access is not None:
             self._access.end_batch()
-        if self._scaled_before != LoopWatch.scaled:
+        if self._scaled_before != _scaled.count:
             raise UserError(
                 "training loop: a GradScaler has scaled the loss, and so the gradients. Use "
                 "run.scale(loss).backward() instead, or autocast with bfloat16, which needs no "
@@ -432,6 +410,7 @@ class LoopWatch:
     def close(self) -> None:
         """Stop watching."""
         self._hook.remove()
+        _scaled.unwatch()
         self._writes.close()
 
     def _refuse_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

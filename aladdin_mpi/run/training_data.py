@@ -18,6 +18,7 @@ from aladdin_mpi.data.sampler import Period
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.session.plan import Origin, samples_of
+from aladdin_mpi.transport.base import surviving_ranks
 from aladdin_mpi.worker.worker import Worker
 
 
@@ -150,6 +151,27 @@ def _decided(feed: Feed, given: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
+def evaluation_share(
+    data: Any, sharded: bool, worker: Worker, options: RunOptions
+) -> Iterator[Any]:
+    """Return this worker's share of one pass over ``data``; failed workers get none.
+
+    Raises:
+        UserError: the data cannot be distributed.
+    """
+    feed = feed_of(data, sharded, options.batch_size)
+    ranks = [rank for rank in surviving_ranks(worker.whole) if rank >= worker.servers]
+    share = FeedShare(
+        ranks.index(worker.whole.rank),
+        len(ranks),
+        options.seed,
+        options.batch_size,
+        processes=feed.loader_workers or 0,
+        start=Start(feed.loader_start_method or options.loader_start_method),
+    )
+    return feed.share_of_pass(share)
+
+
 class Delivery:
     """Transfer of batches of any structure to a device, by pinned memory on a separate stream."""
 
@@ -188,19 +210,27 @@ class Batches(Iterator[Any]):
         batches: of the run.
         on_collect: called when this object is garbage-collected.
         check: called before each batch.
+        on_batch: called with each batch, or with `NO_BATCH`.
     """
 
     def __init__(
-        self, batches: Iterator[Any], on_collect: Callable[[], None], check: Callable[[], None]
+        self,
+        batches: Iterator[Any],
+        on_collect: Callable[[], None],
+        check: Callable[[], None],
+        on_batch: Callable[[Any], None],
     ) -> None:
         self._batches = batches
         self._on_collect = on_collect
         self._check = check
+        self._on_batch = on_batch
         self.fetched: list[Any] = []
 
     def __next__(self) -> Any:
         self._check()
-        return self.fetched.pop() if self.fetched else next(self._batches)
+        batch = self.fetched.pop() if self.fetched else next(self._batches)
+        self._on_batch(batch)
+        return batch
 
     def fetch(self) -> None:
         """Fetch the first batch, if any, without returning it."""
@@ -215,14 +245,22 @@ class Epoch(Iterator[Any]):
     """A worker's batches while the workers together pass once through the data.
 
     A slow worker has fewer of them, or none. ``break`` ends the epoch for all workers. ``is_past``
-    returns whether there is no further batch in this epoch.
+    returns whether there is no further batch in this epoch. ``on_end`` is called when a loop over
+    it has ended or was left.
     """
 
-    def __init__(self, number: int, batches: Iterator[Any], is_past: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        number: int,
+        batches: Iterator[Any],
+        is_past: Callable[[], bool],
+        on_end: Callable[[], None],
+    ) -> None:
         self.number = number
         self.is_done = False
         self._batches = batches
         self._is_past = is_past
+        self._on_end = on_end
 
     def __int__(self) -> int:
         return self.number
@@ -234,6 +272,14 @@ class Epoch(Iterator[Any]):
 
     def __str__(self) -> str:
         return str(self.number)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches. Python closes this generator when a loop over it is left."""
+        try:
+            while (batch := next(self, _END)) is not _END:
+                yield batch
+        finally:
+            self._on_end()
 
     def __next__(self) -> Any:
         while not self._is_past():
