@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from aladdin_mpi.accelerate import Accelerator
     from aladdin_mpi.data.datasets import load_dataset
     from aladdin_mpi.errors import (
+        LaunchError,
         LostError,
         PeerFailedError,
         SuspendedError,
@@ -22,11 +23,13 @@ if TYPE_CHECKING:
         UserError,
         WaitTimeoutError,
     )
+    from aladdin_mpi.launching import launch
     from aladdin_mpi.run.data_parallel import DataParallel
 
 __all__ = [
     "Accelerator",
     "DataParallel",
+    "LaunchError",
     "LostError",
     "PeerFailedError",
     "SuspendedError",
@@ -34,18 +37,21 @@ __all__ = [
     "UserError",
     "WaitTimeoutError",
     "__version__",
+    "launch",
     "load_dataset",
 ]
 
 _MODULES = {
     "Accelerator": "accelerate",
     "DataParallel": "run.data_parallel",
+    "LaunchError": "errors",
     "LostError": "errors",
     "PeerFailedError": "errors",
     "SuspendedError": "errors",
     "TransportError": "errors",
     "UserError": "errors",
     "WaitTimeoutError": "errors",
+    "launch": "launching",
     "load_dataset": "data.datasets",
 }
 """Module that defines each public name."""

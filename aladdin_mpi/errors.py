@@ -49,6 +49,10 @@ class ClosedError(UserError):
         self.rank = rank
 
 
+class LaunchError(RuntimeError):
+    """A rank of :func:`aladdin_mpi.launch` has failed. The message contains its traceback."""
+
+
 class SuspendedError(SystemExit):
     """A signal has ended the run, which is saved and can be resumed.
 

@@ -27,7 +27,7 @@ LAYERS = (
     "session",
     "hooks",
     "run",
-    "accelerate",
+    "accelerate launching",
     "comparison probing",
     "advice",
     "servers slurm",

@@ -28,11 +28,12 @@ from aladdin_mpi.comparison.figures import (
 from aladdin_mpi.comparison.folder import Machine
 from aladdin_mpi.comparison.options import ComparisonRequest
 from aladdin_mpi.comparison.plan import Run, plan, read_runs, unequal
-from aladdin_mpi.comparison.runner import Runner, check_launcher, launcher
+from aladdin_mpi.comparison.runner import Runner, check_launcher
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.hooks.recorder import rounded
 from aladdin_mpi.process import files
 from aladdin_mpi.process.files import write_whole
+from aladdin_mpi.process.launcher import launcher
 
 REPORT = "report.md"
 TABLE = "table.csv"

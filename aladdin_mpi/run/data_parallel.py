@@ -40,7 +40,7 @@ from aladdin_mpi.run.assembly import UserTask, assemble
 from aladdin_mpi.run.elastic_runner import ElasticRunner
 from aladdin_mpi.run.ending import Ending, end_other_run
 from aladdin_mpi.run.handshake import with_bucket_size
-from aladdin_mpi.run.job import TIMEOUT, choose_device, start_mpi
+from aladdin_mpi.run.job import TIMEOUT, check_launched, choose_device, start_mpi
 from aladdin_mpi.run.loop import Loop, LoopWatch
 from aladdin_mpi.run.placement import bind_to_near, print_placement
 from aladdin_mpi.run.rank import Rank
@@ -609,11 +609,14 @@ class DataParallel:
     def reduce(self, value: float | Tensor, how: Literal["mean", "sum"] = "mean") -> Tensor:
         """Return the mean or the sum of a number, or a tensor, over all surviving workers.
 
-        Every worker must call it the same number of times, for example at the ends of
-        :meth:`epochs`, and waits for the others.
+        Every worker must call it equally often and at the same places, and waits for the others.
+        The result has the same bits on all workers. At the ends of :meth:`epochs`, all algorithms
+        except ``ssp`` support it. Between two batches, it requires an algorithm whose workers all
+        make the same number of steps.
 
         Raises:
-            UserError: the run has ended, so that the ranks no longer communicate.
+            UserError: the run has ended, the algorithm does not support the call, or another
+                worker has not made it.
         """
         self._check_together("reduce")
         if self.is_server:  # a worker may have become one
@@ -667,7 +670,9 @@ def _checked(options: RunOptions, transport: Transport) -> Algorithm:
             "--spares requires an MPI that survives failures. Start with mpirun --with-ft ulfm "
             "(Open MPI 5), or leave --spares out."
         )
-    algorithm = checked_algorithm(options, transport.size - options.spares)
+    ranks = transport.size - options.spares
+    algorithm = checked_algorithm(options, ranks)
+    check_launched(algorithm, options, ranks)
     return algorithm
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +12,10 @@ import torch
 from aladdin_mpi import accelerator
 from aladdin_mpi.data.loader_processes import is_loader_process
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.options.algorithms import find_algorithm
+from aladdin_mpi.options.algorithms import Algorithm, find_algorithm
 from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.process import guard, startup
+from aladdin_mpi.process.launcher import LAUNCHED_WORKERS
 from aladdin_mpi.run.script import simulated_rank
 from aladdin_mpi.transport.base import Transport
 
@@ -119,6 +121,21 @@ def find_job(settings: Mapping[str, Any]) -> Job:
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     servers = 0 if size == 1 else _servers(settings)  # one process trains alone
     return Job(rank, [numbers[name] for name in names], servers, shares_process=False)
+
+
+def check_launched(algorithm: Algorithm, options: RunOptions, ranks: int) -> None:
+    """Check the number of workers in a job that :func:`aladdin_mpi.launch` has started.
+
+    Raises:
+        UserError: of ``ranks``, the run would have another number of workers.
+    """
+    launched = os.environ.get(LAUNCHED_WORKERS)
+    servers = options.servers if algorithm.has_servers else 0
+    if launched is not None and ranks - servers != int(launched):
+        raise UserError(
+            f"launch: {algorithm.name} would train with {servers} servers and {ranks - servers} "
+            f"workers instead of {launched}. Pass servers={servers} to launch()."
+        )
 
 
 def start_mpi(timeout: float) -> None:

@@ -59,7 +59,7 @@ AFTER_LOOP = Place(inf, END)
 class _Call(NamedTuple):
     """A worker's call, as it is sent to the others.
 
-    ``number`` counts the worker's calls from 1; ``count`` is the number of its values, or
+    ``number`` counts the worker's calls from 1; ``length`` is the number of its values, or
     `NOT_CALLED`. If there is one value, it is ``value``.
     """
 
@@ -67,7 +67,7 @@ class _Call(NamedTuple):
     epoch: float
     sample: float
     part: float
-    count: float
+    length: float
     value: float = 0.0
 
     @property
@@ -242,10 +242,10 @@ class Reductions:
             worker = rank - self._first
             if each.place == mine.place:
                 raise UserError(
-                    f"training loop: run.reduce() was called with {mine.count:.0f} values, and on "
-                    f"worker {worker} with {each.count:.0f}. Pass tensors of one shape."
+                    f"training loop: run.reduce() was called with {mine.length:.0f} values, and on "
+                    f"worker {worker} with {each.length:.0f}. Pass tensors of one shape."
                 )
-            does = "has not called it and is" if each.count == NOT_CALLED else "called it"
+            does = "has not called it and is" if each.length == NOT_CALLED else "called it"
             raise UserError(
                 f"training loop: run.reduce() was called {mine.place}, but worker {worker} {does} "
                 f"{each.place}. Every worker must call it equally often and at the same places, "
@@ -260,7 +260,7 @@ class Reductions:
 
 def _agree(call: _Call, other: _Call) -> bool:
     """Return whether two workers' calls are the same one, in each worker's loop."""
-    return (call.place, call.count) == (other.place, other.count)
+    return (call.place, call.length) == (other.place, other.length)
 
 
 def _nothing() -> Tensor:

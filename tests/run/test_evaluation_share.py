@@ -35,6 +35,16 @@ class Stream(IterableDataset[Tensor]):
         return iter(NUMBERS)
 
 
+class Batches:
+    """An iterable of batches."""
+
+    def __init__(self, batches: list[Tensor]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._batches)
+
+
 class Noisy(Dataset[Tensor]):
     """Samples with random numbers from the global generator."""
 
@@ -64,7 +74,7 @@ FORMS: dict[str, Callable[[], Any]] = {
     ),
     "without batches": lambda: DataLoader(DATA, batch_size=None),
     "stream": lambda: DataLoader(Stream(), 2),
-    "batches": lambda: DataLoader([NUMBERS[:4], NUMBERS[4:5], NUMBERS[5:]], batch_size=None),
+    "batches": lambda: Batches([NUMBERS[:4], NUMBERS[4:5], NUMBERS[5:]]),
     "generator": lambda: (NUMBERS[i : i + 2] for i in range(0, 11, 2)),
     "random": lambda: DataLoader(Noisy(), 3),
 }

@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import Dataset, TensorDataset
 
 from aladdin_mpi import DataParallel
 from aladdin_mpi.errors import UserError
 
+UNPATCHED = GradScaler.scale
 algorithm = sys.argv[1]
 torch.manual_seed(0)
 inputs = torch.randn(64, 8)
@@ -116,7 +119,10 @@ def leftovers(model: nn.Module) -> list[int]:
     on_parameters = sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
     frozen = sum(not p.requires_grad for p in model.parameters())
     threads = sum(thread.name == "mpi-progress" for thread in threading.enumerate())
-    return [hooks, on_parameters, frozen, threads, int(os.path.exists("run/.lock"))]
+    patched = int(GradScaler.scale is not UNPATCHED)
+    of_optimizers = len(torch_optimizer._global_optimizer_pre_hooks)
+    is_locked = int(os.path.exists("run/.lock"))
+    return [hooks, on_parameters, frozen, threads, patched, of_optimizers, is_locked]
 
 
 fails_now = False
@@ -138,9 +144,9 @@ for place, fault in enumerate(FAULTS):
         if way == "close" and run is not None:
             run.close()
         if way != "a second run":
-            assert leftovers(model) == [0] * 5, (fault, way, leftovers(model))
+            assert leftovers(model) == [0] * 7, (fault, way, leftovers(model))
         assert all(map(torch.equal, first, train())), (fault, way)
-        assert leftovers(model) == [0] * 5, (fault, way, leftovers(model))
+        assert leftovers(model) == [0] * 7, (fault, way, leftovers(model))
         if run is not None:
             run.close()
             assert run.is_over
