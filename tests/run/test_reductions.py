@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.run.data_parallel import DataParallel
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
+from tests.launch import ROOT
 from tests.messages import naming
 
 WORKERS, BATCH, EPOCH = 3, 4, 24
@@ -85,6 +87,12 @@ def test_sums_between_batches_are_bit_identical_on_all_workers(
     assert sums[0] == sums[1] == sums[2]
     assert all(means[0][0].shape == (2,) for _ in means)
     assert all(map(torch.equal, means[0] + means[0], means[1] + means[2]))
+
+
+def test_documented_algorithms_are_those_in_rounds() -> None:
+    text = (ROOT / "docs" / "your-script.md").read_text()
+    (row,) = re.findall(r"^\| `([\w -]+)` \| yes \| yes \|$", text, re.M)
+    assert sorted(row.split()) == SYNCHRONOUS
 
 
 def test_workers_are_numbered_before_and_in_the_loop(tmp_path: Path) -> None:
