@@ -41,7 +41,7 @@ CASES = [
     for path in sorted(ONE.glob("*.py"))
     for algorithm in FOUR
 ]
-LOSSES = {"char_gpt": 3.5, "stream": 5.0, "gan": 0.9}
+LOSSES = {"char_gpt": 3.5, "stream": 5.0, "gan": 0.9, "word_language_model": 5.0}
 """Figures of these examples are losses; the others are shares, with chance at 0.5 or less."""
 
 
@@ -77,6 +77,26 @@ def test_parallel_example_trains_on_three_ranks(tmp_path: Path, name: str, algor
     run_summary = summary(tmp_path / "run")
     assert run_summary["algorithm"] == algorithm
     assert run_summary["gradients_applied"] == run_summary["gradients_computed"]
+
+
+@needs("openmpi")
+def test_word_language_model_example_equals_one_process(tmp_path: Path) -> None:
+    """Each worker carries the hidden state of its own columns."""
+    text = (PARALLEL / "word_language_model.py").read_text()
+    (tmp_path / "script.py").write_text(
+        text.replace("optimizer=optimizer", "algorithm='ar-sgd', optimizer=optimizer")
+    )
+    one, several = (
+        re.findall(r"^epoch (\d): ([\d.]+)", process.stdout, re.M)
+        for process in (
+            run_ranks(1, [str(ONE / "word_language_model.py")], timeout=120),
+            run_ranks(3, ["script.py"], env=HERE, cwd=tmp_path, timeout=120),
+        )
+    )
+    assert [epoch for epoch, _ in several] == ["1", "2", "3", "4"]
+    losses = [[float(loss) for _, loss in each] for each in (one, several)]
+    assert losses[0] == pytest.approx(losses[1], abs=2e-3)
+    assert losses[0][-1] < losses[0][0]
 
 
 # -- commands -----------------------------------------------------------------------------------
