@@ -351,6 +351,7 @@ class DataParallel:
             yield epoch
             if not epoch.is_done:
                 self._ready().worker.pass_over(end)
+        self._reductions.move(AFTER_LOOP)
         loop.skipping = True
         for _ in batches:
             pass

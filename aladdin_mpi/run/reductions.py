@@ -97,7 +97,7 @@ class Reductions:
         """Continue in a group of ranks."""
         self._algorithm = algorithm
         self._rank, self._first = worker.whole.rank, worker.servers
-        self._mine = None
+        self._mine, self._place = None, Place(self._place.epoch)
         transport = self._transport = worker.whole
         workers = range(worker.servers, transport.size)
         self._arrived = {rank: deque() for rank in workers if rank != transport.rank}
@@ -108,7 +108,9 @@ class Reductions:
 
     # -- the worker's place in its loop ---------------------------------------------------------
     def move(self, place: Place) -> None:
-        """Note that the loop has reached ``place``."""
+        """Note that the loop has reached ``place``, unless it has passed it."""
+        if place <= self._place:
+            return
         self._place = place
         if any(self._arrived.values()):
             with self._transport.atomic():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -19,8 +20,9 @@ from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.run.data_parallel import DataParallel
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
-from tests.launch import ROOT
-from tests.messages import naming
+from tests.launch import ROOT, needs
+from tests.messages import check_names, naming
+from tests.run.program_runs import run_program
 
 WORKERS, BATCH, EPOCH = 3, 4, 24
 DATA = TensorDataset(torch.randn(EPOCH, 2, generator=torch.Generator().manual_seed(0)))
@@ -145,8 +147,10 @@ def test_ssp_refuses_all_sums(tmp_path: Path) -> None:
         ("ar-sgd", "before"),
         ("ar-sgd", "after"),
         ("ar-sgd", "end"),
+        ("ar-sgd", "last end"),
         ("bsp", "before"),
         ("asp", "end"),
+        ("asp", "last end"),
         ("gosgd", "end"),
     ],
 )
@@ -163,9 +167,19 @@ def test_call_on_one_worker_only_is_an_error(tmp_path: Path, algorithm: str, pla
                 call("before")
                 step(inputs)
                 call("after")
-            call("end")
+            call("end" if int(epoch) < 1 else "last end")
 
     check_refused(tmp_path, algorithm, loop, "worker", "has not called it", "run.is_first")
+
+
+def test_call_on_one_worker_after_the_last_step_is_an_error(tmp_path: Path) -> None:
+    def loop(run: DataParallel, step: Callable[[Tensor], None]) -> None:
+        for number, inputs in enumerate(batches_of(run, by_epochs=False)):
+            step(inputs)
+            if run.is_first and number == 2 * EPOCH // (WORKERS * BATCH) - 1:
+                run.reduce(1.0)
+
+    check_refused(tmp_path, "ar-sgd", loop, "has not called it", "run.is_first")
 
 
 def test_calls_at_different_places_are_an_error(tmp_path: Path) -> None:
@@ -230,3 +244,15 @@ def test_sums_after_a_left_epoch_count_as_its_end(tmp_path: Path) -> None:
 
     run_loop(tmp_path, "asp", loop)
     assert sorted(ends) == [(0, 3.0)] * WORKERS + [(1, 3.0)] * WORKERS
+
+
+@needs("openmpi")
+def test_evaluation_is_shared_over_mpi(tmp_path: Path) -> None:
+    """By workers of unequal speed. At its end, only one of them calls run.reduce()."""
+    completed = run_program(tmp_path, "shared_evaluation", check=False)
+    lines = re.findall(r"^worker (\d) of 3: (\[.*\])$", completed.stdout, re.M)
+    assert sorted(worker for worker, _ in lines) == ["0", "1", "2"], completed
+    ((sums,),) = [{sums for _, sums in lines}]
+    assert json.loads(sums)[::2] == [55.0] * 6
+    assert completed.returncode != 0 and "after the loop" not in completed.stdout
+    check_names(completed.stderr, "run.reduce()", "has not called it", "run.is_first")
