@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from aladdin_mpi.accelerator import configure
+from aladdin_mpi.algorithms.registry import implementation
 from aladdin_mpi.control.exchange import all_or_none
 from aladdin_mpi.control.refusals import Reason, Refusal, report
 from aladdin_mpi.control.tags import SEALED
@@ -31,6 +32,7 @@ from aladdin_mpi.run import loop
 from aladdin_mpi.run.api_options import (
     agreed_options,
     check_given,
+    check_parts,
     for_one_process,
     naming_arguments,
     simulated_options,
@@ -97,6 +99,10 @@ class DataParallel:
         transport: MPI over all ranks by default.
         evaluate: measures a module at rank 0, while training continues; returns figures such
             as ``test_accuracy``.
+        parts: names of submodules that each batch steps one after another, such as a GAN's models
+            in an ``nn.ModuleDict``; pass them to :meth:`step`. Together they contain all trainable
+            parameters. Algorithms count each part's step and gradient as one; the length of the
+            run and schedules count batches.
         settings: fields of :class:`aladdin_mpi.options.run.RunOptions`.
 
     Raises:
@@ -115,9 +121,11 @@ class DataParallel:
         schedule: Callable[[int], float] | None = None,
         transport: Transport | None = None,
         evaluate: Evaluate | None = None,
+        parts: Sequence[str] = (),
         **settings: Any,
     ) -> None:
         self._schedule = schedule
+        self._parts = parts
         self._given = settings
         self._is_custom_loop = options is None
         self._error_wording = naming_arguments if self._is_custom_loop else nullcontext
@@ -171,6 +179,9 @@ class DataParallel:
         # With timed computing, only the parameters' sizes matter: they may be on "meta".
         is_real = self.options.compute == "real"
         all_or_none(transport, lambda: self._check(module, needs_values=is_real))
+        all_or_none(
+            transport, lambda: check_parts(module, self._parts, self.algorithm, self.options)
+        )
         if is_real:
             module = module.to(self.device)
             if self.options.channels_last:
@@ -181,7 +192,7 @@ class DataParallel:
         )
         self._evaluate = evaluate
         self._runner: ElasticRunner | None = None
-        self._loop = Loop(Delivery(self.device, self.options.channels_last))
+        self._loop = Loop(Delivery(self.device, self.options.channels_last), self._parts)
         self._by_epochs = False
         self._projections: list[Projection] = []
         self._progress = LoopProgress()
@@ -358,6 +369,7 @@ class DataParallel:
             origin=origin,
             project=tuple(self._projections),
             whole=prepared.whole,
+            parts=self._parts,
         )
         runner = self._runner = ElasticRunner(
             self.transport,
@@ -449,18 +461,23 @@ class DataParallel:
         else:
             self._ending.close_after(error)
 
-    def step(self, loss: Tensor | float | None = None) -> None:
+    def step(self, loss: Tensor | float | None = None, part: str | None = None) -> None:
         """Hand the gradients of a batch to the algorithm.
 
         This updates the parameters and clears the gradients.
 
+        With ``parts``, call it for each of them in that order. It updates the parameters of this
+        part, and drops gradients of others. The last parts may be left out of a batch.
+
         Args:
-            loss: of the batch, for the metrics and for ``max_loss``.
+            loss: of the batch, for the metrics, which have that of the last part with one, and for
+                ``max_loss``.
+            part: one of ``parts``, if the run has any.
 
         Raises:
-            UserError: called twice for a batch, or without the loss that ``max_loss`` requires;
-                or gradients were moved from the memory that backward must use, as by
-                ``zero_grad()``.
+            UserError: called twice for a batch, for another part than the next, or without the loss
+                that ``max_loss`` requires; or gradients were moved from the memory that backward
+                must use, as by ``zero_grad()``.
         """
         try:
             if self._ending.was_closed:
@@ -471,7 +488,7 @@ class DataParallel:
                     "--max-loss requires the loss of every batch, but step() was called without "
                     "one. Call run.step(loss), or leave --max-loss out."
                 )
-            self._loop.step(loss)
+            self._loop.step(loss, part)
         except UserError:
             with self._error_wording():
                 raise
@@ -569,6 +586,28 @@ class DataParallel:
             yield
         finally:
             watch.enabled = True
+
+    @contextmanager
+    def local(self) -> Iterator[None]:
+        """Keep gradients, and changes of parameters, of passes inside to this worker and batch.
+
+        Backward passes inside leave their gradients in ``.grad``, which is cleared at the end.
+        Parameters that are changed inside keep these values until :meth:`step`, whose gradient is
+        applied to the original ones. SAM, for example, computes its perturbation inside, and the
+        gradient at the perturbed parameters afterwards.
+
+        Raises:
+            UserError: the algorithm exchanges values of its own in these passes.
+        """
+        with self._error_wording():
+            self._ready()
+            if implementation(self.algorithm).updates_parts:
+                raise UserError(
+                    f"run.local() requires passes without communication, but {self.algorithm.name} "
+                    "exchanges activations in each. Use ar-sgd."
+                )
+            with self._loop.local():
+                yield
 
     def stop(self) -> None:
         """End the run early: no more samples are granted to any worker.
