@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import nullcontext
 from functools import partial
@@ -69,6 +70,8 @@ class Hooks:
         ``register`` is a method of ``module``, such as ``module.register_forward_hook``; ``how``
         holds its further arguments.
         """
+        if "torch._dynamo" in sys.modules:  # as after torch.compile, which must not trace the hook
+            call = torch.compiler.disable(call)
         self._added.append((module, register(ModuleHook(module, call, before_copy), **how)))
         # copy and pickle look at the object itself before its class. In __dict__, because modules
         # may store attributes elsewhere.

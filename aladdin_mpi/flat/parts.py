@@ -49,6 +49,16 @@ def outside_parts(module: nn.Module, parts: Sequence[str]) -> Outside:
     return tuple(every - own for own in inside)
 
 
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return the module that ``torch.compile`` has wrapped, or ``module`` itself.
+
+    The wrapper adds ``_orig_mod.`` to all names, and a copy of it would compile again. Torch has no
+    public access to what it wraps.
+    """
+    original = getattr(module, "_orig_mod", None)
+    return original if isinstance(original, nn.Module) else module
+
+
 def _check_names(module: nn.Module, parts: Sequence[str]) -> None:
     names = [name for name, _ in module.named_modules() if name]
     unknown = [part for part in parts if part not in names]

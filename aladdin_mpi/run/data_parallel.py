@@ -20,6 +20,7 @@ from aladdin_mpi.control.exchange import all_or_none
 from aladdin_mpi.control.refusals import Reason, Refusal, report
 from aladdin_mpi.control.tags import SEALED
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.flat.parts import uncompiled
 from aladdin_mpi.flat.replica import Projection
 from aladdin_mpi.flat.vectors import check_module
 from aladdin_mpi.hooks.checkpoints import find_origin
@@ -168,6 +169,7 @@ class DataParallel:
             self._ending.own(transport)
         self.transport = transport
         all_or_none(transport, lambda: check_given(module, evaluate, settings))
+        module = uncompiled(module)
         given = all_or_none(transport, requested)
         if simulated is not None:
             self.options = simulated_options(simulated, given, module)
