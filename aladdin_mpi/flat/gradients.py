@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -69,6 +70,8 @@ class Hooks:
         ``register`` is a method of ``module``, such as ``module.register_forward_hook``; ``how``
         holds its further arguments.
         """
+        if "torch._dynamo" in sys.modules:  # as after torch.compile, which must not trace the hook
+            call = torch.compiler.disable(call)
         self._added.append((module, register(ModuleHook(module, call, before_copy), **how)))
         # copy and pickle look at the object itself before its class. In __dict__, because modules
         # may store attributes elsewhere.
@@ -143,6 +146,8 @@ class BoundGradients:
         self._versions: list[int] | None = None
         self.unused: set[int] = set()
         """Parameters without a gradient from backward; complete after :meth:`end_backward`."""
+        self.are_local = False
+        """Whether gradients of backward are left to the training loop."""
 
     def notice_changes(self) -> None:
         """Make :meth:`end_backward` refuse gradients that are changed after they were taken."""
@@ -227,12 +232,28 @@ class BoundGradients:
         """Return whether backward has made any gradient since :meth:`bind`."""
         return any(parameter.grad is not None for parameter in self._parameters)
 
-    def end_backward(self, is_skipped: bool = False) -> None:
+    def set_aside(self) -> list[Tensor | None]:
+        """Remove all gradients from ``.grad``, and return them for :meth:`put_back`."""
+        kept = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        return kept
+
+    def put_back(self, gradients: Sequence[Tensor | None]) -> None:
+        """Replace ``.grad`` of all parameters."""
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+    def end_backward(self, is_skipped: bool = False, dropped: Set[int] = frozenset()) -> None:
         """End backward (or a step without it); gradients that were not computed become zero.
+
+        Those of the parameters ``dropped`` count as not computed.
 
         Raises:
             UserError: the training loop has unbound or changed gradients, or made none.
         """
+        for number in dropped:
+            self._parameters[number].grad = None
         untouched = self.missing and len(self.missing) == len(self._views) and not is_skipped
         if untouched and all(self._parameters[number].grad is None for number in self.missing):
             raise UserError(
@@ -338,6 +359,8 @@ class BucketWatch:
             self._waiting[touched[0]].append(number)
 
         def arrived(_: Tensor) -> None:
+            if self._gradients.are_local:
+                return
             if not (waits and self.enabled and number in self._gradients.missing):
                 self._gradients.take(number)
             if self.enabled:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -19,9 +20,10 @@ from torch import Tensor, nn
 
 from aladdin_mpi.accelerator import is_accelerator
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.flat.dtypes import OtherDtypes, common_dtype
+from aladdin_mpi.flat.dtypes import OtherDtypes, common_dtype, raw_data
 from aladdin_mpi.flat.gradients import BoundGradients, BucketWatch
 from aladdin_mpi.flat.layout import Bucket, Layout
+from aladdin_mpi.flat.parts import WHOLE, Outside
 from aladdin_mpi.flat.vectors import sizes as sizes_alone
 
 
@@ -125,14 +127,21 @@ def _dense_layers(module: nn.Module) -> tuple[DenseLayer, ...]:
 
 
 class _Flat:
-    """A module's trainable parameters as a flat vector, with the sizes of an :class:`Outline`."""
+    """A module's trainable parameters as a flat vector, with the sizes of an :class:`Outline`.
 
-    def __init__(self, outline: Outline, parameters: Tensor) -> None:
+    Attributes:
+        outside: the parts that each batch steps one after another, by the parameters outside them.
+        turn: number of the part whose gradient is computed.
+    """
+
+    def __init__(self, outline: Outline, parameters: Tensor, outside: Outside) -> None:
         self.parameters = parameters
         self.numel = parameters.numel()
         self.shapes, self.sizes = outline.shapes, outline.sizes
         self.layers, self.dense = outline.layers, outline.dense
         self.describe = outline.describe
+        self.outside = outside
+        self.turn = 0
 
     def new_vector(self) -> Tensor:
         """Return a zeroed flat vector like the parameters."""
@@ -151,7 +160,7 @@ class Replica(_Flat):
         UserError: no trainable parameter, several devices, or complex numbers.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, outside: Outside = WHOLE) -> None:
         self.module: nn.Module | None = module
         self._parameters = [p for p in module.parameters() if p.requires_grad][::-1]
         device, dtype = self._device(), common_dtype(self._parameters)
@@ -161,11 +170,14 @@ class Replica(_Flat):
                 "model: expected trainable parameters with values, got none with any; pass a "
                 "model whose parameters are not empty"
             )
-        super().__init__(outline(module), torch.empty(numel, dtype=dtype, device=device))
+        vector = torch.empty(numel, dtype=dtype, device=device)
+        super().__init__(outline(module), vector, outside)
         self.others = OtherDtypes()
         self.gradients = BoundGradients(self._parameters, self.others)
         self._buffers: list[Tensor] | None = None
         self._kept: deque[list[Tensor]] = deque()
+        self._attached: list[Tensor] | None = None
+        """The parameters' memory while the module has copies of them."""
         for parameter, view in zip(self._parameters, self._cut(self.parameters), strict=True):
             view.copy_(parameter.detach())
             if parameter.dtype == dtype:
@@ -228,15 +240,48 @@ class Replica(_Flat):
         self.gradients.bind(vector, self._cut)
 
     def end_backward(self, is_skipped: bool = False) -> None:
-        """End backward (or a step without it): complete and check the gradients."""
-        self.gradients.end_backward(is_skipped)
+        """End backward (or a step without it): complete and check the gradients of this turn."""
+        self.gradients.end_backward(is_skipped, self.outside[self.turn])
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the module computes inside :meth:`local`."""
+        return self.gradients.are_local
+
+    @contextmanager
+    def local(self) -> Iterator[None]:
+        """Leave the gradients of backward to the training loop, and drop them at the end.
+
+        From here to :meth:`attach`, the module has copies of its parameters, which the training
+        loop may change. The flat vector, which may be stepped or sent at any time, is unaffected.
+        """
+        if self._attached is None:
+            self._attached = [raw_data(parameter) for parameter in self._parameters]
+            for parameter, values in zip(self._parameters, self._attached, strict=True):
+                parameter.data = values.clone()
+        kept, self.gradients.are_local = self.gradients.set_aside(), True
+        try:
+            yield
+        finally:
+            self.gradients.are_local = False
+            self.gradients.put_back(kept)
+
+    def attach(self) -> None:
+        """Drop the copies of parameters that :meth:`local` has made, if any."""
+        if self._attached is not None:
+            for parameter, values in zip(self._parameters, self._attached, strict=True):
+                parameter.data = values
+            self._attached = None
 
     def watch(self, layout: Layout, at_once: bool = True) -> BucketWatch:
         """Return a watch that reports buckets during backward, in order, as they are completed.
 
         ``at_once``: buckets are used immediately, so :meth:`end_backward` refuses gradients that
-        are changed later.
+        are changed later. With parts, buckets are reported after backward, which may pass through
+        several of them.
         """
+        if len(self.outside) > 1:
+            return BucketWatch(layout, self.gradients, ())
         if at_once:
             self.gradients.notice_changes()
         return BucketWatch(layout, self.gradients, self._parameters)
@@ -266,9 +311,9 @@ class PhantomReplica(_Flat):
 
     module = None
 
-    def __init__(self, numel: int, sizes: Outline | None = None) -> None:
+    def __init__(self, numel: int, sizes: Outline | None = None, outside: Outside = WHOLE) -> None:
         outline = sizes or Outline(((1, numel),), (numel,))
-        super().__init__(outline, sizes_alone(numel, torch.float32))
+        super().__init__(outline, sizes_alone(numel, torch.float32), outside)
 
     unused: Set[int] = frozenset()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import compress
 from threading import Event
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from aladdin_mpi.control.exchange import broadcast, gather
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.flat.gradients import Hooks
+from aladdin_mpi.flat.replica import Replica
 from aladdin_mpi.process import guard
 from aladdin_mpi.session.context import Context
 
@@ -123,25 +125,29 @@ class BatchNormRecalibrator:
 
     For a module without batch norm, nothing is recorded or sent. Batch norms in eval mode, as with
     frozen pretrained statistics, are not changed; if all are, rank 0 receives this fact instead of
-    calls.
+    calls. If the module has parts that are stepped separately, each has calls of its own.
     """
 
     def __init__(self, context: Context) -> None:
         self._transport = transport = context.transport
-        self._module = context.module
+        self._replica = context.replica
         self._source = context.servers
-        self._missing = context.options.bn_batches if batch_norms(context.module) else 0
+        batches, module = context.options.bn_batches, context.module
+        modules = {name: module.get_submodule(name) for name in context.parts or ("",)}
+        self._modules = {n: each for n, each in modules.items() if batches and batch_norms(each)}
+        self._missing = dict.fromkeys(self._modules, batches)
+        """Number of calls of each module that are still to be recorded."""
         self._bytes = self._kept = 0
-        self._calls: list[Call] = []
-        self._trained: tuple[bool, ...] = ()
+        self._calls: dict[str, list[Call]] = {name: [] for name in self._modules}
+        self._trained: dict[str, tuple[bool, ...]] = {}
         """For each batch norm, whether it was in training mode in the first recorded call."""
-        self._are_frozen = False
-        """Whether the module was called with all batch norms in eval mode."""
+        self._frozen: set[str] = set()
+        """The modules that were called with all batch norms in eval mode."""
         self._first = Event()
         self._arriving = bytearray()
         self._hooks = Hooks()
         self._is_open = False
-        if self._missing:
+        if self._modules:
             transport.exclude_from_traffic(Tag.INPUTS)
             if transport.rank == 0 != self._source:
                 transport.on_message(Tag.INPUTS, HEAD + CHUNK, self._collect)
@@ -149,19 +155,23 @@ class BatchNormRecalibrator:
     # -- at the first worker ---------------------------------------------------------------
     def open(self) -> None:
         """Start recording calls of the module, unless that has begun."""
-        if self._missing and self._transport.rank == self._source and not self._is_open:
+        if self._transport.rank == self._source and not self._is_open:
             self._is_open = True
-            register = self._module.register_forward_pre_hook
-            self._hooks.add(self._module, register, self._record, with_kwargs=True)
+            for name, module in self._modules.items():
+                register = module.register_forward_pre_hook
+                self._hooks.add(module, register, partial(self._record, name), with_kwargs=True)
 
-    def _record(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled():
+    def _record(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        is_local = isinstance(self._replica, Replica) and self._replica.is_local
+        if is_local or not (self._missing[name] and torch.is_grad_enabled()):
             return
         trained = tuple(norm.training for norm in batch_norms(module))
         if not any(trained):
-            if not (self._are_frozen or self._kept):
-                self._are_frozen = True
-                self._hand_over(((), {}), trained)
+            if name not in self._frozen:
+                self._frozen.add(name)
+                self._hand_over(name, ((), {}), trained)
             return
         # A copy, because the loop may reuse the batch's memory.
         call = tree_map_only(Tensor, lambda x: x.detach().cpu().clone(), (args, kwargs))
@@ -173,18 +183,18 @@ class BatchNormRecalibrator:
         if not all(tensor.isfinite().all() for tensor in tensors):
             return  # the gradient is refused, and the statistics would be NaN
         self._kept += 1
-        self._hand_over(call, trained)
+        self._hand_over(name, call, trained)
         self._bytes += size
-        self._missing -= 1
-        if not self._missing:
+        self._missing[name] -= 1
+        if not any(self._missing.values()):
             self.close()
 
-    def _hand_over(self, call: Call, trained: tuple[bool, ...]) -> None:
+    def _hand_over(self, name: str, call: Call, trained: tuple[bool, ...]) -> None:
         if self._transport.rank == 0:
-            self._add(call, trained)
+            self._add(name, call, trained)
             return
         packed = io.BytesIO()
-        torch.save((call, trained), packed)
+        torch.save((name, call, trained), packed)
         data = torch.frombuffer(bytearray(packed.getvalue()), dtype=torch.uint8)
         head = torch.tensor([len(data)]).view(torch.uint8)
         for start in range(0, len(data), CHUNK):
@@ -203,36 +213,41 @@ class BatchNormRecalibrator:
             packed, self._arriving = io.BytesIO(self._arriving), bytearray()
             self._add(*torch.load(packed, weights_only=False))
 
-    def _add(self, call: Call, trained: tuple[bool, ...]) -> None:
+    def _add(self, name: str, call: Call, trained: tuple[bool, ...]) -> None:
         if any(trained):
-            self._trained = self._trained or trained
-            self._calls.append(call)
+            self._trained.setdefault(name, trained)
+            self._calls[name].append(call)
         else:
-            self._are_frozen = True
-        self._first.set()
+            self._frozen.add(name)
+        if all(calls or each in self._frozen for each, calls in self._calls.items()):
+            self._first.set()
 
     def reestimate(self, module: nn.Module) -> None:
         """Estimate the statistics of ``module``, which may be a copy of the recorded one."""
-        if self._missing and not self._first.wait(FIRST_ARRIVAL):
+        if self._modules and not self._first.wait(FIRST_ARRIVAL):
             self._first.set()  # wait only once
         device = next(iter(module.parameters())).device
-        calls = [tree_map_only(Tensor, lambda x: x.to(device), call) for call in self._calls.copy()]
-        if calls:
-            reestimate_batch_norm(module, calls, self._trained)
+        for name, recorded in self._calls.items():
+            calls = [tree_map_only(Tensor, lambda x: x.to(device), c) for c in recorded.copy()]
+            if calls:
+                reestimate_batch_norm(module.get_submodule(name), calls, self._trained[name])
 
     def complete(self) -> None:
         """Wait, on all ranks at the end, until recorded calls have reached rank 0."""
         self.close()
         counts = broadcast(self._transport, gather(self._transport, self._kept))
-        if self._transport.rank or not self._missing:
+        if self._transport.rank:
             return
         until = self._transport.now() + ARRIVAL
-        while len(self._calls) < (counts[self._source] or 0) and self._transport.now() < until:
+        kept = counts[self._source] or 0
+        while sum(map(len, self._calls.values())) < kept and self._transport.now() < until:
             self._transport.sleep(1e-3)
-        if not (self._calls or self._are_frozen):
-            guard.warn(
-                [
-                    "batch norm: no training call of the model was seen, so its statistics are "
-                    "those of one worker's steps; call the model itself, not only its parts"
-                ]
-            )
+        for name, calls in self._calls.items():
+            if not (calls or name in self._frozen):
+                called = f"part {name!r}" if name else "the model"
+                guard.warn(
+                    [
+                        f"batch norm: no training call of {called} was seen, so its statistics are "
+                        f"those of one worker's steps; call {called} itself, not only modules of it"
+                    ]
+                )

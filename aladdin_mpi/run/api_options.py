@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,9 @@ from torch import nn
 
 from aladdin_mpi.control.exchange import all_or_none
 from aladdin_mpi.errors import ClosedError, UserError
-from aladdin_mpi.options.algorithms import find_algorithm
+from aladdin_mpi.flat.parts import outside_parts
+from aladdin_mpi.options.algorithms import Algorithm, find_algorithm
+from aladdin_mpi.options.checks import steps_unused
 from aladdin_mpi.options.general import OWN_DATA
 from aladdin_mpi.options.reader import (
     Setting,
@@ -95,6 +97,33 @@ def check_given(module: object, evaluate: object, settings: dict[str, Any]) -> N
         raise UserError(
             "DataParallel: evaluate: expected a function of the module that returns figures by "
             f"name, got {type(evaluate).__name__}; pass the function itself"
+        )
+
+
+def check_parts(
+    module: nn.Module, parts: Sequence[str], algorithm: Algorithm, options: RunOptions
+) -> None:
+    """Check that the parts of ``module`` can be stepped one after another.
+
+    Raises:
+        UserError: they do not divide the module, or a step would change other parts too.
+    """
+    if not parts:
+        return
+    outside_parts(module, parts)
+    if options.accumulate > 1:
+        raise UserError(
+            "parts cannot be combined with --accumulate: each part is stepped in every batch. "
+            "Leave --accumulate out, and use a larger batch."
+        )
+    if steps_unused(algorithm, options):
+        option = f"--wire {options.wire}" if options.compression == "none" else "--compression"
+        name, remedy = f"{algorithm.name} with {option}", f"Leave {option} out"
+        if algorithm.steps_unused:
+            name, remedy = algorithm.name, "Use another algorithm"
+        raise UserError(
+            f"parts requires steps that change one part only, but {name} also steps parameters "
+            f"without a gradient. {remedy}."
         )
 
 

@@ -74,6 +74,7 @@ class UserTask:
         origin: of the run.
         project: projections that the script applies to parameters after each step.
         whole: segments of the run end at multiples of this number of samples.
+        parts: names of the submodules that each batch steps one after another.
     """
 
     epoch: int
@@ -90,6 +91,7 @@ class UserTask:
     origin: Origin
     project: Sequence[Projection] = ()
     whole: int = 1
+    parts: Sequence[str] = ()
 
 
 def assemble(
@@ -111,7 +113,7 @@ def assemble(
         UserError, RefusedError: ranks disagree, or a folder cannot be used.
     """
     numbers = () if takeover is None else takeover.numbers
-    context = make_context(transport, options, algorithm, module, numbers, task.project)
+    context = make_context(transport, options, algorithm, module, numbers, task.project, task.parts)
     if takeover is None:
         state = ""
         if task.optimizer is not None and options.resume is None and algorithm.holder == "first":
@@ -132,7 +134,8 @@ def assemble(
 
 def _described(task: UserTask) -> str:
     described = "sgd" if task.optimizer is None else task.optimizer.describe()
-    return f"{described}, projected" if task.project else described
+    described += ", projected" if task.project else ""
+    return f"{described}, parts {', '.join(task.parts)}" if task.parts else described
 
 
 def _assemble_in(
@@ -217,12 +220,13 @@ def _role(
         return make_server(context, optimizer, wire, lr)
 
     def advance(lease: SampleLease) -> None:
-        """Advance the learning-rate schedule and project the parameters after a step.
+        """Project the parameters after a step, and advance the schedule after a batch.
 
         The schedule follows the samples drawn by all workers, as in one process, so that a fast
         worker does not advance it further. With ``--steps`` it follows the steps of the run.
         """
-        optimizer.advance((lease.start + lease.whole) // plan.schedule_step)
+        if role.worker.ends_batch:
+            optimizer.advance((lease.start + lease.whole) // plan.schedule_step)
         if context.projections:
             with context.transport.atomic():
                 role.project()

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from aladdin_mpi.accelerator import configure
+from aladdin_mpi.algorithms.registry import implementation
 from aladdin_mpi.control.budget import SampleLease
 from aladdin_mpi.control.exchange import all_or_none
 from aladdin_mpi.control.refusals import Reason, Refusal, report
 from aladdin_mpi.control.tags import SEALED
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.flat.parts import uncompiled
 from aladdin_mpi.flat.replica import Projection
 from aladdin_mpi.flat.vectors import check_module
 from aladdin_mpi.hooks.checkpoints import find_origin
@@ -32,6 +34,7 @@ from aladdin_mpi.process import console, guard, heap
 from aladdin_mpi.run.api_options import (
     agreed_options,
     check_given,
+    check_parts,
     for_one_process,
     naming_arguments,
     simulated_options,
@@ -107,6 +110,10 @@ class DataParallel:
         transport: MPI over all ranks by default.
         evaluate: measures a module at rank 0, while training continues; returns figures such
             as ``test_accuracy``.
+        parts: names of submodules that each batch steps one after another, such as a GAN's models
+            in an ``nn.ModuleDict``; pass them to :meth:`step`. Together they contain all trainable
+            parameters. Algorithms count each part's step and gradient as one; the length of the
+            run and schedules count batches.
         settings: fields of :class:`aladdin_mpi.options.run.RunOptions`.
 
     Raises:
@@ -125,9 +132,11 @@ class DataParallel:
         schedule: Callable[[int], float] | None = None,
         transport: Transport | None = None,
         evaluate: Evaluate | None = None,
+        parts: Sequence[str] = (),
         **settings: Any,
     ) -> None:
         self._schedule = schedule
+        self._parts = parts
         self._given = settings
         self._is_custom_loop = options is None
         self._error_wording = naming_arguments if self._is_custom_loop else nullcontext
@@ -170,6 +179,7 @@ class DataParallel:
             self._ending.own(transport)
         self.transport = transport
         all_or_none(transport, lambda: check_given(module, evaluate, settings))
+        module = uncompiled(module)
         given = all_or_none(transport, requested)
         if simulated is not None:
             self.options = simulated_options(simulated, given, module)
@@ -181,6 +191,9 @@ class DataParallel:
         # With timed computing, only the parameters' sizes matter: they may be on "meta".
         is_real = self.options.compute == "real"
         all_or_none(transport, lambda: self._check(module, needs_values=is_real))
+        all_or_none(
+            transport, lambda: check_parts(module, self._parts, self.algorithm, self.options)
+        )
         if is_real:
             module = module.to(self.device)
             if self.options.channels_last:
@@ -192,7 +205,7 @@ class DataParallel:
         self._evaluate = evaluate
         self._runner: ElasticRunner | None = None
         self._deliver = Delivery(self.device, self.options.channels_last)
-        self._loop = Loop(self._deliver)
+        self._loop = Loop(self._deliver, self._parts)
         self._by_epochs = False
         self._projections: list[Projection] = []
         self._progress = LoopProgress()
@@ -383,6 +396,7 @@ class DataParallel:
             origin=origin,
             project=tuple(self._projections),
             whole=prepared.whole,
+            parts=self._parts,
         )
         runner = self._runner = ElasticRunner(
             self.transport,
@@ -491,18 +505,23 @@ class DataParallel:
         else:
             self._ending.close_after(error)
 
-    def step(self, loss: Tensor | float | None = None) -> None:
+    def step(self, loss: Tensor | float | None = None, part: str | None = None) -> None:
         """Hand the gradients of a batch to the algorithm.
 
         This updates the parameters and clears the gradients.
 
+        With ``parts``, call it for each of them in that order. It updates the parameters of this
+        part, and drops gradients of others. The last parts may be left out of a batch.
+
         Args:
-            loss: of the batch, for the metrics and for ``max_loss``.
+            loss: of the batch, for the metrics, which have that of the last part with one, and for
+                ``max_loss``.
+            part: one of ``parts``, if the run has any.
 
         Raises:
-            UserError: called twice for a batch, or without the loss that ``max_loss`` requires;
-                or gradients were moved from the memory that backward must use, as by
-                ``zero_grad()``.
+            UserError: called twice for a batch, for another part than the next, or without the loss
+                that ``max_loss`` requires; or gradients were moved from the memory that backward
+                must use, as by ``zero_grad()``.
         """
         try:
             if self._ending.was_closed:
@@ -514,7 +533,7 @@ class DataParallel:
                     "one. Call run.step(loss), or leave --max-loss out."
                 )
             self._note_place(2 * self._loop.number + 1)
-            self._loop.step(loss)
+            self._loop.step(loss, part)
         except UserError:
             with self._error_wording():
                 raise
@@ -639,6 +658,28 @@ class DataParallel:
             yield
         finally:
             watch.enabled = True
+
+    @contextmanager
+    def local(self) -> Iterator[None]:
+        """Keep gradients, and changes of parameters, of passes inside to this worker and batch.
+
+        Backward passes inside leave their gradients in ``.grad``, which is cleared at the end.
+        Parameters that are changed inside keep these values until :meth:`step`, whose gradient is
+        applied to the original ones. SAM, for example, computes its perturbation inside, and the
+        gradient at the perturbed parameters afterwards.
+
+        Raises:
+            UserError: the algorithm exchanges values of its own in these passes.
+        """
+        with self._error_wording():
+            self._ready()
+            if implementation(self.algorithm).updates_parts:
+                raise UserError(
+                    f"run.local() requires passes without communication, but {self.algorithm.name} "
+                    "exchanges activations in each. Use ar-sgd."
+                )
+            with self._loop.local():
+                yield
 
     def stop(self) -> None:
         """End the run early: no more samples are granted to any worker.

@@ -315,11 +315,11 @@ class TakeoverPlan:
         taken = [each[name] for each in self.present.values() if each[name] is not None]
         return min((each[worker] for each in taken if worker >= 0), default=None)
 
-    def losses(self, step: int) -> dict[int, int]:
-        """Return the samples lost with each lost rank; a worker's step has ``step`` samples."""
+    def losses(self, step: float) -> dict[int, int]:
+        """Return the samples lost with each lost rank; a gradient stands for ``step`` samples."""
         return {rank: self._samples_lost(rank, step) for rank in self.lost}
 
-    def _samples_lost(self, rank: int, step: int) -> int:
+    def _samples_lost(self, rank: int, step: float) -> int:
         budget, place = self.accounting["budget"], self.former.index(rank)
         if place < self.servers or not self.is_segment_accounted:
             return 0  # samples of another segment are computed, or granted again

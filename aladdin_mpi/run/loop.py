@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import wraps
 from operator import is_
 from typing import Any
@@ -31,6 +31,8 @@ class Loop:
 
     Args:
         deliver: puts a batch on the device.
+        parts: names of the parts of the module that each batch steps, in this order; empty: one
+            step of the whole module.
 
     Attributes:
         skipping: the loop has been left, so that leases are no longer computed.
@@ -39,7 +41,7 @@ class Loop:
         is_last: the present batch completes its lease.
     """
 
-    def __init__(self, deliver: Callable[[Any], Any]) -> None:
+    def __init__(self, deliver: Callable[[Any], Any], parts: Sequence[str] = ()) -> None:
         self.skipping = self.has_finished = False
         self.is_last = True
         self.number = 0
@@ -47,6 +49,9 @@ class Loop:
         self._batch_size = 0
         """Samples of a batch; an accumulated step has several batches."""
         self._deliver = deliver
+        self._parts = parts
+        self._turn = 0
+        """Number of the part whose gradient the algorithm waits for."""
         self._rank: Rank | None = None
         self._source: Source | None = None
         self._watch: LoopWatch | None = None
@@ -54,6 +59,7 @@ class Loop:
         self._algorithm_side: greenlet | None = None
         self._losses: list[float | Tensor | None] = []
         self._stepped = self._handed_over = True
+        """Whether the batch has all its steps, and the algorithm has left its lease."""
 
     # -- the algorithm's side -------------------------------------------------------------
     def compute(self, lease: SampleLease) -> Loss:
@@ -131,10 +137,11 @@ class Loop:
                     batch = self._source.next_batch(size)
                 batch = self._deliver(batch)
             yield batch
+            self._end_local()
             self.note_resumed()
             if not self._stepped and not self.skipping:
                 self._check_skipped()
-        if not self._handed_over:
+        while not self._handed_over:
             self._hand_over()
         self._stepped = True
 
@@ -159,32 +166,101 @@ class Loop:
 
     def _check_skipped(self) -> None:
         """Check that a batch without a step() has no gradient."""
-        assert self._rank is not None
-        replica = self._rank.context.replica
-        if not self._losses and isinstance(replica, Replica) and replica.gradients.has_any():
+        replica = self._replica
+        if replica is None:
+            return
+        if self._is_abandoned:
+            replica.gradients.set_aside()
+        elif not self._losses and replica.gradients.has_any():
+            part = f", part={self._parts[self._turn]!r}" if self._parts else ""
             raise UserError(
-                "training loop: step() was not called for a batch. Call run.step(loss) after "
-                "loss.backward()."
+                f"training loop: step() was not called for a batch. Call run.step(loss{part}) "
+                "after loss.backward()."
             )
 
-    def step(self, loss: Tensor | float | None) -> None:
-        """Take a batch's gradient; after the last batch of a lease, continue the algorithm."""
+    @property
+    def _replica(self) -> Replica | None:
+        """The model; None without values."""
+        replica = None if self._rank is None else self._rank.context.replica
+        return replica if isinstance(replica, Replica) else None
+
+    @property
+    def _is_abandoned(self) -> bool:
+        """Whether the algorithm has left the lease before all parts of its batch were stepped.
+
+        A failure of another rank has ended the group, and the algorithm waits for the gradient of
+        another batch. Further steps of this one have no effect.
+        """
+        return self._handed_over and not self._stepped
+
+    def step(self, loss: Tensor | float | None, part: str | None = None) -> None:
+        """Take the gradient of a batch, or of a part of the model.
+
+        After the last batch of a lease, and after each part, continue the algorithm.
+        """
         if self._algorithm_side is None or self._stepped:
             raise UserError(
                 "training loop: step() was called without a batch. Call it once for each batch "
-                "of run.batches()."
+                "of run.batches(), or with parts= once for each part of a batch."
             )
+        self._end_local()
+        if self._is_abandoned:
+            return
+        self._check_part(part)
         if self._watch is not None:
             self._watch.end()
-        self._stepped = True
+        is_last_part = self._turn >= len(self._parts) - 1
+        self._stepped = is_last_part
         self._losses.append(_value(loss))
         if self.is_last:
             self._hand_over()
+        if not is_last_part and self._watch is not None:
+            self._watch.begin()
+
+    def _check_part(self, part: str | None) -> None:
+        """Check that ``part`` is the one to be stepped now.
+
+        Raises:
+            UserError: it is not, or there are no parts.
+        """
+        expected = self._parts[self._turn] if self._parts else None
+        if part == expected:
+            return
+        if not self._parts:
+            raise UserError(
+                f"training loop: run.step(part={part!r}) requires parts. Pass parts=[...], the "
+                "names of the model's submodules that are stepped separately, to DataParallel, or "
+                "leave part out."
+            )
+        raise UserError(
+            f"training loop: expected run.step(loss, part={expected!r}), got part={part!r}; "
+            f"call it once for each part of a batch, in the order of parts={list(self._parts)}"
+        )
+
+    @contextmanager
+    def local(self) -> Iterator[None]:
+        """Keep the gradients and changes of parameters made inside from the algorithm."""
+        replica = self._replica
+        if replica is None:
+            yield
+            return
+        if self._watch is not None:
+            self._watch.refuse_writes()
+        try:
+            with replica.local():
+                yield
+        finally:
+            if self._watch is not None:
+                self._watch.note_writes()
+
+    def _end_local(self) -> None:
+        """Drop the changes of parameters made in :meth:`local`."""
+        if self._replica is not None:
+            self._replica.attach()
 
     def _hand_over(self) -> None:
         """Continue the algorithm until it needs the next gradient."""
         assert self._algorithm_side is not None
-        self._handed_over = True
         loss: Loss = SKIPPED
         if self._losses:
             known = [each for each in self._losses if each is not None]
@@ -193,6 +269,9 @@ class Loop:
         self._user_side = getcurrent()
         self._algorithm_side.parent = self._user_side
         self.lease = self._algorithm_side.switch(loss)
+        assert self._rank is not None
+        self._turn = 0 if self._algorithm_side.dead else self._rank.worker.turn
+        self._handed_over = not self._turn
 
     # -- loops that do not end by themselves ------------------------------------------------
     def drain(self) -> None:
@@ -211,6 +290,7 @@ class Loop:
                 self._algorithm_side.throw(GreenletExit)
 
     def _leave(self) -> None:
+        self._end_local()
         self.skipping = self._stepped = True
         if self._source is not None:
             self._source.close()
@@ -351,10 +431,29 @@ class LoopWatch:
 
     def begin(self) -> None:
         """Note the parameters as a batch is handed out."""
-        self._versions = [p._version for p in self._names]
+        self.note_writes()
         if self._access is not None:
             self._access.begin_batch()
         self._scaled_before = _scaled.count
+
+    def note_writes(self) -> None:
+        """Accept the parameters' present values."""
+        self._versions = [p._version for p in self._names]
+
+    def refuse_writes(self) -> None:
+        """Refuse writes to parameters since the batch was handed out.
+
+        Raises:
+            UserError: names the first such parameter.
+        """
+        for parameter in self._written():
+            raise UserError(
+                f"training loop: parameter {self._names[parameter]} was changed between its batch "
+                "and step(). Leave out optimizer.step(), because the optimizer is part of the "
+                "algorithm. Register other changes that follow each step, such as clamping "
+                "weights, with run.project(); put those of one batch's backward passes, such as "
+                "SAM's, into `with run.local():`"
+            )
 
     def end(self) -> None:
         """Check the parameters at step().
@@ -372,13 +471,7 @@ class LoopWatch:
                 "scaling."
             )
         names = self._names
-        for parameter in self._written():
-            raise UserError(
-                f"training loop: parameter {names[parameter]} was changed between its batch and "
-                "step(). Leave out optimizer.step(), because the optimizer is part of the "
-                "algorithm. Register other changes that follow each step, such as clamping "
-                "weights, with run.project()"
-            )
+        self.refuse_writes()
         for parameter in _differing(names, self._trained, [p.requires_grad for p in names]):
             raise UserError(
                 f"training loop: parameter {names[parameter]} was "

@@ -198,7 +198,8 @@ def take_over(session: Session, takeover: Takeover) -> None:
     _keep_own_counts(merged, plan)
     now = replace(origin, workers=context.workers, servers=context.servers, past=past)
     known = plan.accounting if is_first else None
-    losses = _losses(takeover, lost, context.options.step_size) if is_first else ()
+    step = context.options.step_size / len(context.replica.outside)
+    losses = _losses(takeover, lost, step) if is_first else ()
     session.take_over(plan.drawn, merged, now, known, losses)
     _take_local(session, takeover)
 
@@ -234,8 +235,11 @@ def _reconcile(merged: MergedState, plan: TakeoverPlan) -> int:
     return lost
 
 
-def _losses(takeover: Takeover, gradients: int, step: int) -> list[dict[str, Any]]:
-    """Return a record of each lost rank, with the samples and gradients lost."""
+def _losses(takeover: Takeover, gradients: int, step: float) -> list[dict[str, Any]]:
+    """Return a record of each lost rank, with the samples and gradients lost.
+
+    ``step`` is the number of samples for each gradient.
+    """
     base = takeover.base
     losses: list[dict[str, Any]] = [
         {
@@ -249,7 +253,7 @@ def _losses(takeover: Takeover, gradients: int, step: int) -> list[dict[str, Any
     ]
     if losses:
         losses[0]["gradients_lost"] = gradients
-        losses[0]["samples_lost"] += gradients * step
+        losses[0]["samples_lost"] += int(gradients * step)
     return losses
 
 

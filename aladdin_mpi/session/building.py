@@ -107,7 +107,7 @@ def make_pace(context: Context) -> StepTimeModel:
     options, index = context.options, context.number
     is_modelled = options.compute == "timed" or context.transport.models_time
     return StepTimeModel(
-        options.compute_time if is_modelled else None,
+        options.compute_time / (len(context.parts) or 1) if is_modelled else None,
         options.slowdown.get(index, 1.0),
         options.jitter,
         seed=options.seed * 1_000_003 + index,
@@ -179,7 +179,7 @@ def make_worker(
             None if is_led else options.clip,
             "own" if options.compression == "dgc" else algorithm.clips,
             computing.may_clip,
-            options.wait_free and options.max_loss is None,
+            options.wait_free and options.max_loss is None and not context.parts,
         ),
         algorithm.lockstep,
         options.max_loss,

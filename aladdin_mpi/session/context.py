@@ -13,6 +13,7 @@ from aladdin_mpi.algorithms.registry import implementation
 from aladdin_mpi.control.exchange import all_or_none, allreduce_tensor, broadcast_tensor, gather
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.layout import Bucket, Layout, between_parameters, cut
+from aladdin_mpi.flat.parts import outside_parts
 from aladdin_mpi.flat.replica import (
     PhantomReplica,
     Projection,
@@ -39,6 +40,7 @@ class Context:
         nodes: ranks of each node's workers, if a node is one worker of the algorithm.
         numbers: initial number of each worker in the run; empty: unchanged.
         project: functions that the script applies to parameters after each step.
+        parts: names of the submodules that each batch steps one after another.
     """
 
     transport: Transport
@@ -50,6 +52,7 @@ class Context:
     nodes: Sequence[Sequence[int]] = ()
     numbers: Sequence[int] = ()
     project: Sequence[Projection] = ()
+    parts: Sequence[str] = ()
 
     @cached_property
     def projections(self) -> Projections:
@@ -124,6 +127,7 @@ def make_context(
     module: nn.Module,
     numbers: Sequence[int] = (),
     project: Sequence[Projection] = (),
+    parts: Sequence[str] = (),
 ) -> Context:
     """Return this rank's context; every rank calls it.
 
@@ -131,7 +135,7 @@ def make_context(
         UserError: more servers than the model has parts, or too few workers or nodes; projections
             that the algorithm cannot apply.
     """
-    replica = all_or_none(transport, lambda: _make_replica(transport, options, module))
+    replica = all_or_none(transport, lambda: _make_replica(transport, options, module, parts))
     servers = options.servers if algorithm.has_servers else 0
     workers = transport.size - servers
 
@@ -148,7 +152,7 @@ def make_context(
             check_workers(options, workers)
         nodes = _nodes(transport, options, algorithm, servers)
         context = Context(
-            transport, options, algorithm, module, replica, layout, nodes, numbers, project
+            transport, options, algorithm, module, replica, layout, nodes, numbers, project, parts
         )
         if context.projections and implementation(algorithm).updates_parts:
             raise UserError(
@@ -161,12 +165,13 @@ def make_context(
 
 
 def _make_replica(
-    transport: Transport, options: RunOptions, module: nn.Module
+    transport: Transport, options: RunOptions, module: nn.Module, parts: Sequence[str]
 ) -> Replica | PhantomReplica:
+    outside = outside_parts(module, parts)
     if options.compute == "real":
-        return Replica(module)
+        return Replica(module, outside)
     _, sizes = once(transport, ("outline", id(module)), lambda: (module, outline(module)))
-    return PhantomReplica(sum(sizes.layers), sizes)
+    return PhantomReplica(sum(sizes.layers), sizes, outside)
 
 
 def _check_servers(options: RunOptions, replica: Replica | PhantomReplica, layout: Layout) -> None:

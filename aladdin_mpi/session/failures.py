@@ -121,7 +121,7 @@ class Failures:
     def close(self, taken: list[dict[str, int] | None]) -> None:
         """Count the losses of the segment that has ended.
 
-        ``taken`` has for each rank, if it is a server, the gradients taken from failed ranks.
+        ``taken`` has for each rank, if it is a server, the batches taken from failed ranks.
         """
         for rank, record in self._open:
             whole = [facts[str(rank)] for facts in taken if facts and str(rank) in facts]
@@ -148,7 +148,8 @@ def record_losses(context: Context, role: Role, failures: Failures | None) -> No
     taken = {}
     if isinstance(role, ServerAlgorithm):
         workers = [rank for rank in transport.failed if rank >= first]
-        taken = {str(rank): role.taken_from(rank - first) for rank in workers}
+        turns = len(context.replica.outside)
+        taken = {str(rank): role.taken_from(rank - first) // turns for rank in workers}
     everywhere = gather(transport, taken)
     if failures is not None:
         failures.close(everywhere)

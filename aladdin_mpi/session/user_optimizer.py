@@ -151,8 +151,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> Non
     if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
         raise UserError(
             f"optimizer: {name} takes two steps for each batch, but run.step() takes one. Pass "
-            "the optimizer that it wraps, and compute the gradient at the perturbed parameters "
-            "in the loop, as docs/your-script.md shows for SAM"
+            "the optimizer that it wraps, and call first_step() inside `with run.local():`, as "
+            "docs/your-script.md shows for SAM"
         )
     ours = set(module.parameters())
     strange = [p for group in optimizer.param_groups for p in group["params"] if p not in ours]

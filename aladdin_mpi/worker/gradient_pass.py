@@ -416,11 +416,12 @@ def _no_requests() -> tuple[()]:
 
 # -- outcomes ---------------------------------------------------------------------------------
 class Outcome(NamedTuple):
-    """The outcome of the step of ``lease``; ``finding`` is the reason to refuse its gradient."""
+    """The outcome of a step of ``lease``; ``finding`` is the reason to refuse its gradient."""
 
     lease: SampleLease
     loss: float | None
     finding: Finding | None
+    ends_batch: bool
 
 
 class _InTransit(NamedTuple):
@@ -455,8 +456,11 @@ class Outcomes:
         """Return the number of unread outcomes."""
         return len(self._unread)
 
-    def note(self, step: GradientPass) -> None:
-        """Record a step that has been computed, or submitted to the device."""
+    def note(self, step: GradientPass, ends_batch: bool) -> None:
+        """Record a step that has been computed, or submitted to the device.
+
+        ``ends_batch``: it is the last one of its batch.
+        """
         loss, check = step.loss, step.check
         numbers = list(check.sums)
         known: float | None = None
@@ -468,7 +472,7 @@ class Outcomes:
             numbers.append(loss)
         transit = self._send(numbers, check.buckets) if numbers else None
         lease = step.part._replace(scale=step.loss_scale)
-        self._unread.append((Outcome(lease, known, check.finding), transit))
+        self._unread.append((Outcome(lease, known, check.finding, ends_batch), transit))
 
     def _send(self, numbers: list[Tensor], buckets: list[int]) -> _InTransit:
         assert self._copies is not None

@@ -124,6 +124,9 @@ class Worker(Stateful):
     usual. The refusal is reported to rank 0. ``refused`` counts such steps, ``in_a_row`` those
     at the end of the steps so far.
 
+    A module with parts has a step for each part in every batch, one after another. To the algorithm
+    these are steps of the whole model, with gradients that do not use the other parts.
+
     Args:
         transport: transport among the servers and workers of the algorithm.
         compute: see :data:`~aladdin_mpi.worker.step.Compute`.
@@ -195,6 +198,8 @@ class Worker(Stateful):
         self.in_a_row = 0
         self.lr = 0.0
         """Learning rate of the current batch."""
+        self.turn = 0
+        """Number of the part that the current batch steps."""
         self.reached = SampleMilestones(transport)
         self.clipping = clipping
         self._pace = pace
@@ -209,8 +214,10 @@ class Worker(Stateful):
         self._rate = rate
         self._after_step = after_step
         self._on_empty = on_empty
-        self._batch_unused: Set[int] = frozenset()
-        """The parameters that the last batch did not use."""
+        self._batch_unused: list[Set[int]] = list(replica.outside)
+        """The parameters that the last batch did not use, for each part."""
+        self._loss = nan
+        """Loss of the last part that has one in the batch whose outcomes are being processed."""
         self.project = project or (lambda x: None)
         self.projects = project is not None
         """Whether :attr:`project` changes models."""
@@ -257,6 +264,11 @@ class Worker(Stateful):
         return self.lease.size * (self.count - len(self.lease.absent)) / self.lease.whole
 
     @property
+    def ends_batch(self) -> bool:
+        """Whether the current step is the batch's last one."""
+        return self.turn == len(self.replica.outside) - 1
+
+    @property
     def survivors(self) -> int:
         """The number of workers, this one included, that are not known to have failed."""
         return survivors_from(self.transport, self.servers)
@@ -281,7 +293,7 @@ class Worker(Stateful):
 
     # -- batches ------------------------------------------------------------------------
     def batches(self) -> Iterator[SampleLease]:
-        """Yield this worker's batches until the segment's samples are used up.
+        """Yield this worker's batches, for each part, until the segment's samples are used up.
 
         The next lease (or several, on a slow network) is requested during the computation of
         the current one, which hides the latency.
@@ -297,6 +309,7 @@ class Worker(Stateful):
         has_ended = False
         while draws.outstanding:
             self.lease = draws.take()
+            self._begin_turn(0)
             self.lr = self._schedule(self.lease.start)
             self.part = self.lease if node is None else node.deal(self.lease)
             if self.part.size == 0 and not has_ended:
@@ -307,14 +320,19 @@ class Worker(Stateful):
             for _ in range(draws.short):
                 draws.request(size, self._take_report())
             self.reached.advance(self.lease.start, is_stepping=True)
-            yield self.lease
-            self._after_step(self.lease)
+            for turn in range(len(self.replica.outside)):
+                self._begin_turn(turn)
+                yield self.lease
+                self._after_step(self.lease)
             end = self.lease.start + self.lease.whole
         self.settle()
         self.reached.advance(end, is_stepping=False)
         draws.report(self._take_report())
         while self._reports:
             draws.report(self._take_report())
+
+    def _begin_turn(self, turn: int) -> None:
+        self.turn = self.replica.turn = turn
 
     def _take_report(self) -> WorkerReport:
         """Return the oldest report that has not been sent."""
@@ -364,13 +382,14 @@ class Worker(Stateful):
         if part.size:
             step.compute()
             self.computed += 1
-            self.samples += part.size
+            if not self.turn:
+                self.samples += part.size
         else:
-            step.leave_out(self._batch_unused)
+            step.leave_out(self._batch_unused[self.turn])
         step.finish()
         if part.size:
-            self._batch_unused = self.replica.unused
-            self._outcomes.note(step)
+            self._batch_unused[self.turn] = self.replica.unused
+            self._outcomes.note(step, self.ends_batch)
             self.settle(self._outcomes.lag)
 
     def unused(self, part: slice) -> Unused:
@@ -400,7 +419,7 @@ class Worker(Stateful):
 
     def _process_outcome(self, outcome: Outcome) -> None:
         """Count a step; if it is refused, report that to rank 0."""
-        lease, loss, finding = outcome
+        lease, loss, finding, ends_batch = outcome
         reason, bucket = finding or (None, -1)
         was_scaled = reason is not None and lease.scale != 1.0
         if was_scaled:
@@ -422,7 +441,11 @@ class Worker(Stateful):
         if reason is not None:
             where = self.whole.rank, bucket, lease.start
             report(self.whole, Refusal(reason, *where, value, self.in_a_row))
-        self._reports.append(WorkerReport(lease.size, nan if refused else value))
+        if refused or loss is not None:
+            self._loss = nan if refused else value
+        if ends_batch:
+            self._reports.append(WorkerReport(lease.size, self._loss))
+            self._loss = nan
 
     def close(self) -> None:
         """Remove the hooks from the model at the end of the run."""

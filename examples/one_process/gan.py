@@ -48,20 +48,22 @@ def main() -> None:
     torch.manual_seed(0)
     data = TensorDataset(ring(8192))
     maker, judge = layers(4, 2), layers(2, 1)
-    both = nn.ModuleList([maker, judge])
-    optimizers = [torch.optim.Adam(each.parameters(), 1e-3, betas=(0.5, 0.9)) for each in both]
+    both = nn.ModuleDict({"judge": judge, "maker": maker})
+    optimizers = [
+        torch.optim.Adam(each.parameters(), 1e-3, betas=(0.5, 0.9)) for each in both.values()
+    ]
     loader = DataLoader(data, 32, shuffle=True)
     for epoch in range(EPOCHS):
         for (points,) in loader:
             made = maker(torch.randn(len(points), 4))
             judge_loss = judged(judge(points), True) + judged(judge(made.detach()), False)
-            optimizers[1].zero_grad()
-            judge_loss.backward()
-            optimizers[1].step()
-            maker_loss = judged(judge(made), True)
             optimizers[0].zero_grad()
-            maker_loss.backward()
+            judge_loss.backward()
             optimizers[0].step()
+            maker_loss = judged(judge(made), True)
+            optimizers[1].zero_grad()
+            maker_loss.backward()
+            optimizers[1].step()
         print(f"epoch {epoch}: {distance(maker):.3f} from the circle")
 
 

@@ -50,18 +50,21 @@ def main() -> None:
     torch.manual_seed(0)
     data = TensorDataset(ring(8192))
     maker, judge = layers(4, 2), layers(2, 1)
-    both = nn.ModuleList([maker, judge])
-    optimizers = [torch.optim.Adam(each.parameters(), 1e-3, betas=(0.5, 0.9)) for each in both]
+    both = nn.ModuleDict({"judge": judge, "maker": maker})
+    optimizers = [
+        torch.optim.Adam(each.parameters(), 1e-3, betas=(0.5, 0.9)) for each in both.values()
+    ]
     loader = DataLoader(data, 32, shuffle=True)
-    run = DataParallel(both, optimizer=optimizers, epochs=EPOCHS, wait_free=False)
+    run = DataParallel(both, optimizer=optimizers, parts=["judge", "maker"], epochs=EPOCHS)
     for epoch in run.epochs(loader):
         for (points,) in epoch:
             made = maker(torch.randn(len(points), 4))
             judge_loss = judged(judge(points), True) + judged(judge(made.detach()), False)
             judge_loss.backward()
+            run.step(judge_loss, part="judge")
             maker_loss = judged(judge(made), True)
-            maker_loss.backward(inputs=list(maker.parameters()))
-            run.step(maker_loss)
+            maker_loss.backward()
+            run.step(maker_loss, part="maker")
         run.print(f"epoch {epoch}: {distance(maker):.3f} from the circle")
 
 

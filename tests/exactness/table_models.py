@@ -107,7 +107,7 @@ def two_adams(model: models.Pair) -> Optimizers:
 
 
 def train_both(training: Training) -> None:
-    """Train as ``examples/parallel/gan.py`` does."""
+    """Step both models at once, after both backward passes."""
     model = training.model
     assert isinstance(model, models.Pair)
     for batch in training.batches():
@@ -127,6 +127,28 @@ def replay_both(plain: Plain) -> None:
         judge_loss(model, batch).backward()
         maker_loss(model, batch).backward(inputs=list(model.maker.parameters()))
         plain.step()
+
+
+def train_parts(training: Training) -> None:
+    """Train as ``examples/parallel/gan.py`` does."""
+    for batch in training.batches():
+        loss = judge_loss(training.model, batch)
+        loss.backward()
+        training.run.step(loss, part="judge")
+        loss = maker_loss(training.model, batch)
+        loss.backward()
+        training.run.step(loss, part="maker")
+
+
+def replay_parts(plain: Plain) -> None:
+    """Step one optimizer after the other, each after the backward pass of its own loss."""
+    of_maker, of_judge = plain.optimizers
+    for each in plain.rounds:
+        batch = plain.batch(together(each))
+        for loss, optimizer in ((judge_loss, of_judge), (maker_loss, of_maker)):
+            plain.zero_grad()
+            loss(plain.model, batch).backward()
+            optimizer.step()
 
 
 def master_weights(plain: Plain) -> None:
@@ -270,6 +292,16 @@ MODELS = [
         settings={"steps": 3, "wait_free": False},
         train=train_both,
         replay=replay_both,
+    ),
+    Row(
+        "two models, stepped one after the other",
+        models.Pair,
+        maker_loss,
+        vectors,
+        optimizer=two_adams,
+        settings={"steps": 3, "parts": ["judge", "maker"]},
+        train=train_parts,
+        replay=replay_parts,
     ),
     Row("function with its own backward", mlp, through_function, vectors),
     Row(
