@@ -105,9 +105,13 @@ def make_wire(context: Context, optimizer: Optimizer, epoch: int) -> GradientCod
 def make_pace(context: Context) -> StepTimeModel:
     """Return the model of this rank's step times."""
     options, index = context.options, context.number
-    is_modelled = options.compute == "timed" or context.transport.models_time
+    seconds = options.compute_time
+    if options.compute != "timed" and not context.transport.models_time:
+        seconds = None
+    elif seconds is not None:
+        seconds /= len(context.parts) or 1
     return StepTimeModel(
-        options.compute_time / (len(context.parts) or 1) if is_modelled else None,
+        seconds,
         options.slowdown.get(index, 1.0),
         options.jitter,
         seed=options.seed * 1_000_003 + index,
