@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 
 from aladdin_mpi.errors import (
     SUSPENDED_STATUS,
@@ -74,15 +74,33 @@ def install() -> None:
     """Install handlers by which every uncaught error of this process ends the whole job."""
     if _is_interactive():
         return
-    # Without other ranks, a debugger's hook may stay.
-    if launched_place()[1] > 1 or sys.excepthook is sys.__excepthook__:
-        sys.excepthook = lambda kind, error, trace: end_job(error)
+    global _own_hook
+    if sys.excepthook is not _end_by_hook:
+        _own_hook = None if sys.excepthook is sys.__excepthook__ else sys.excepthook
+        sys.excepthook = _end_by_hook
     threading.excepthook = _end_in_thread
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
         # A script with one process may catch KeyboardInterrupt to end its training early.
         if launched_place()[1] > 1:
             signal.signal(signal.SIGINT, _terminate)
+
+
+_own_hook: Callable[[type[BaseException], BaseException, TracebackType | None], object] | None = (
+    None
+)
+"""The program's ``sys.excepthook``, such as a debugger's."""
+
+
+def _end_by_hook(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """End the job after an uncaught error; without other ranks, the program's hook reports it."""
+    if _own_hook is None or launched_place()[1] > 1:
+        end_job(error)
+    else:
+        _own_hook(kind, error, trace)
+        _abort(1, 1)
 
 
 # Batch systems send them before a time limit; see hooks/suspension.py.

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from tests.launch import environment, needs
-from tests.run.program_runs import HERE
+from tests.run.program_runs import HERE, run_script
 
 pytestmark = needs("openmpi")
 
@@ -41,3 +41,12 @@ def test_debugger_steps_through_the_loop(tmp_path: Path) -> None:
     )
     printed = [line for line in ended.stdout.splitlines() if line.startswith(("step", "over", "("))]
     assert printed == ["('stopped at', 0)", "step 0", "step 1", "step 2", "over"], ended
+
+
+def test_own_excepthook_reports_errors_of_one_process(tmp_path: Path) -> None:
+    """As a debugger's does."""
+    hook = "import sys\nsys.excepthook = lambda *error: print('own hook', error[1])\n"
+    text = hook + SCRIPT.replace("loss.backward()", "raise ValueError('in the loop')")
+    completed = run_script(tmp_path, text, ranks=1, check=False)
+    assert (completed.returncode, completed.stdout) == (1, "own hook in the loop\n"), completed
+    assert "aladdin_mpi: error" not in completed.stderr
