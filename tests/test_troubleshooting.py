@@ -47,6 +47,7 @@ FOREIGN = frozenset(
         "srun: error: Node failure on NODE",
         # Python, torch, the system
         "operator torchvision::nms does not exist",
+        "torch._dynamo.exc.Unsupported: Skip calling",
         "Tried to step N times. The total number of steps is M",
         "[rank R] Traceback",
         "Segmentation fault",
