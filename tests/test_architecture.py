@@ -27,7 +27,7 @@ LAYERS = (
     "session",
     "hooks",
     "run",
-    "accelerate launching",
+    "accelerate integrations launching",
     "comparison probing",
     "advice",
     "servers slurm",

@@ -30,18 +30,29 @@ def test_parallel_example_changes_few_lines(name: str) -> None:
     text = after.index('"""', 1)  # the docstring says how it is started
     diff = difflib.ndiff(before[text:], after[text:])
     changed = [line for line in diff if line.startswith("+ ") and line[2:].strip()]
-    assert 3 <= len(changed) <= MOST, changed
+    assert 2 <= len(changed) <= MOST, changed
 
 
 LONG = pytest.mark.long
 FOUR = ("aladdin", "ar-sgd", "bsp", "osgp")
-USUAL = {("char_gpt", "aladdin"), ("text_classifier", "osgp"), ("image_folder", "bsp")}
+USUAL = {
+    ("char_gpt", "aladdin"),
+    ("finetune", "ar-sgd"),
+    ("text_classifier", "osgp"),
+    ("image_folder", "bsp"),
+}
 CASES = [
     pytest.param(path.stem, algorithm, marks=() if (path.stem, algorithm) in USUAL else LONG)
     for path in sorted(ONE.glob("*.py"))
     for algorithm in FOUR
 ]
-LOSSES = {"char_gpt": 3.5, "stream": 5.0, "gan": 0.9, "word_language_model": 5.0}
+LOSSES = {
+    "char_gpt": 3.5,
+    "finetune": 4.5,
+    "gan": 0.9,
+    "stream": 5.0,
+    "word_language_model": 5.0,
+}
 """Figures of these examples are losses; the others are shares, with chance at 0.5 or less."""
 
 
@@ -64,11 +75,17 @@ def test_parallel_example_trains_on_three_ranks(tmp_path: Path, name: str, algor
     text = (PARALLEL / f"{name}.py").read_text()
     text = text.replace("inspect.getsource(argparse) +", "")  # half of the GPT's text
     how = f"algorithm={algorithm!r}, run_dir='run', optimizer=optimizer"
-    (tmp_path / "script.py").write_text(text.replace("optimizer=optimizer", how))
+    text = text.replace("optimizer=optimizer", how)
+    # Its run folder is in the Trainer's.
+    text = text.replace('"finetuned",', f'".", algorithm={algorithm!r},')
+    (tmp_path / "script.py").write_text(text)
     draw_images(tmp_path)
-    process = run_ranks(3, ["script.py"], env=HERE, cwd=tmp_path, timeout=120)
+    process = run_ranks(3, ["script.py"], env=HERE, cwd=tmp_path, timeout=200)
     figures = [
-        float(each) for each in re.findall(r"^(?:accuracy|\w+ \d+:) ([\d.]+)", process.stdout, re.M)
+        float(each)
+        for each in re.findall(
+            r"^(?:accuracy|\w+ \d+:|\{'eval_loss':) '?([\d.]+)", process.stdout, re.M
+        )
     ]
     if name in LOSSES:
         assert figures[-1] < figures[0] < LOSSES[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,15 @@ def test_missing_extra_error_names_install_command(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"--model: .*digits, mlp, .*'resnet18'.*{install}"):
         build_model("resnet18", 10)
     assert list_models() == list(SMALL_MODELS)
+
+
+@pytest.mark.usefixtures("bare")
+def test_trainer_without_transformers_names_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "aladdin_mpi.integrations.transformers"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    install = re.escape('pip install "aladdin_mpi[transformers]"')
+    with pytest.raises(UserError, match=f"{re.escape(name)} requires transformers.*{install}"):
+        import_module(name)
 
 
 @pytest.mark.usefixtures("bare")

@@ -128,6 +128,11 @@ class Algorithm:
     on_resize: str = ""
 
     @property
+    def averages_gradients(self) -> bool:
+        """Whether every step is made with the mean of all workers' gradients."""
+        return self.lockstep and self.holder != "all" and self.all_reduces != "progress"
+
+    @property
     def group(self) -> str:
         """The field of the run's options that contains the algorithm's own."""
         return (self.options_of or self.name).replace("-", "_")

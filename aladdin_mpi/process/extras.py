@@ -7,7 +7,13 @@ from importlib.util import find_spec
 
 from aladdin_mpi.errors import UserError
 
-EXTRAS = {"matplotlib": "plots", "tensorboard": "tensorboard", "torchvision": "vision"}
+EXTRAS = {
+    "accelerate": "transformers",
+    "matplotlib": "plots",
+    "tensorboard": "tensorboard",
+    "torchvision": "vision",
+    "transformers": "transformers",
+}
 """The extra of this package that installs each library (``pyproject.toml``)."""
 
 

@@ -253,6 +253,14 @@ class DataParallel:
         return self._ready().rate()
 
     @property
+    def samples(self) -> int:
+        """The samples of all workers before this worker's current step.
+
+        After the last step it is the length of the run. A server has no such position.
+        """
+        return self._ready().worker.lease.start
+
+    @property
     def is_first(self) -> bool:
         """Whether this is the first worker, which prints or writes what is needed only once."""
         return self.transport.rank == self._servers

@@ -82,15 +82,25 @@ class Job:
         return len(self.hosts) - self.servers
 
     @property
+    def index(self) -> int:
+        """The number of this rank if servers follow the workers, so that 0 is the first worker."""
+        return (self.rank - self.servers) % len(self.hosts)
+
+    @property
+    def index_on_host(self) -> int:
+        """The number of this rank on its host, in the same order; not 0 for a server."""
+        hosts = [*self.hosts[self.servers :], *self.hosts[: self.servers]]
+        return max(hosts[: self.index].count(self.host), self.rank < self.servers)
+
+    @property
     def is_first(self) -> bool:
         """Whether this is the first worker."""
-        return self.rank == self.servers
+        return self.index == 0
 
     @property
     def is_first_of_host(self) -> bool:
         """Whether this is the first worker on its host."""
-        workers_before = self.hosts[self.servers : self.rank]
-        return self.rank >= self.servers and self.host not in workers_before
+        return self.index_on_host == 0
 
     def device(self, wanted: str) -> torch.device:
         """Return the device that a run will choose for this rank."""

@@ -54,3 +54,8 @@ def test_document_tables_list_every_algorithm() -> None:
         rows = re.findall(r"(?m)^\| (`[^|]*)", (ROOT / page).read_text())
         named = {name for row in rows for name in re.findall(r"`([a-z-]+)`", row)}
         assert set(ALGORITHMS) <= named, page
+
+
+def test_three_algorithms_average_all_gradients() -> None:
+    averaging = {name for name, each in ALGORITHMS.items() if each.averages_gradients}
+    assert averaging == {"ar-sgd", "bsp", "multistep"}

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from aladdin_mpi.run import placement
+from aladdin_mpi.run.job import Job
 from aladdin_mpi.run.placement import (
     by_host,
     by_rank,
@@ -119,3 +120,12 @@ def test_training_prints_the_placement(tmp_path: Path) -> None:
         ["rank", "0", host, "server", "cpu"],
         ["rank", "1", host, "worker", "cpu"],
     ]
+
+
+def test_servers_are_numbered_after_the_workers() -> None:
+    """Two hosts, with two servers on the first."""
+    jobs = [Job(rank, [0, 0, 0, 1, 1], 2, shares_process=False) for rank in range(5)]
+    assert [job.index for job in jobs] == [3, 4, 0, 1, 2]
+    assert [job.index_on_host for job in jobs] == [1, 2, 0, 0, 1]
+    assert [job.is_first for job in jobs] == [False, False, True, False, False]
+    assert Job(0, [0, 1], 1, shares_process=False).index_on_host == 1

@@ -1,0 +1,1 @@
+"""Replacements for parts of other libraries that train with any algorithm."""
