@@ -106,8 +106,11 @@ def make_pace(context: Context) -> StepTimeModel:
     """Return the model of this rank's step times."""
     options, index = context.options, context.number
     is_modelled = options.compute == "timed" or context.transport.models_time
+    seconds = options.compute_time if is_modelled else None
+    if seconds is not None and context.parts:
+        seconds /= len(context.parts)  # a batch takes the same time, with a step for each part
     return StepTimeModel(
-        options.compute_time / (len(context.parts) or 1) if is_modelled else None,
+        seconds,
         options.slowdown.get(index, 1.0),
         options.jitter,
         seed=options.seed * 1_000_003 + index,
