@@ -105,11 +105,10 @@ def make_wire(context: Context, optimizer: Optimizer, epoch: int) -> GradientCod
 def make_pace(context: Context) -> StepTimeModel:
     """Return the model of this rank's step times."""
     options, index = context.options, context.number
-    seconds = options.compute_time
-    if options.compute != "timed" and not context.transport.models_time:
-        seconds = None
-    elif seconds is not None:
-        seconds /= len(context.parts) or 1
+    is_modelled = options.compute == "timed" or context.transport.models_time
+    seconds = options.compute_time if is_modelled else None
+    if seconds is not None and context.parts:
+        seconds /= len(context.parts)  # a batch takes the same time, with a step for each part
     return StepTimeModel(
         seconds,
         options.slowdown.get(index, 1.0),

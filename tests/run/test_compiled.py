@@ -64,11 +64,12 @@ def train(
         run = DataParallel(called, transport=transport, evaluate=mean_score, **options)
         if "after" in order:
             called = compiled(model)
-        for inputs, labels in run.batches(DATA):  # a last batch of two samples, and one of two
+        for inputs, labels in run.batches(DATA):  # the last batches are shorter
             plain(run, called, inputs, labels)
         return flat(model), [buffer.clone() for buffer in model.buffers()]
 
-    x, buffers = VirtualCluster(2, NO_DELAY).run(rank)[0]
+    results: list[Any] = VirtualCluster(2, NO_DELAY).run(rank)
+    x, buffers = results[0]
     return x, buffers, list(torch.load(folder / order / "model.pt"))
 
 
