@@ -12,7 +12,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from aladdin_mpi.accelerate import Accelerator
     from aladdin_mpi.data.datasets import load_dataset
     from aladdin_mpi.errors import (
         LostError,
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
         UserError,
         WaitTimeoutError,
     )
+    from aladdin_mpi.integrations.accelerate import Accelerator
     from aladdin_mpi.run.data_parallel import DataParallel
 
 __all__ = [
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Accelerator": "accelerate",
+    "Accelerator": "integrations.accelerate",
     "DataParallel": "run.data_parallel",
     "LostError": "errors",
     "PeerFailedError": "errors",

@@ -27,7 +27,7 @@ LAYERS = (
     "session",
     "hooks",
     "run",
-    "accelerate",
+    "integrations",
     "comparison probing",
     "advice",
     "servers slurm",

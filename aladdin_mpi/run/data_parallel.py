@@ -252,6 +252,17 @@ class DataParallel:
         """Whether this batch is the last one of its step, as with ``accumulate`` above 1."""
         return self._loop.is_last
 
+    @property
+    def has_batches(self) -> bool:
+        """Whether this rank may still receive a batch, before or in its loop."""
+        return not (self.is_server or self.is_over or self._loop.is_over)
+
+    @property
+    def epoch_count(self) -> int:
+        """The number of epochs of a run whose loop has begun; the last may be shorter."""
+        plan = self._ready().session.plan
+        return -(-plan.total // plan.epoch)
+
     def print(self, *values: object) -> None:
         """Print on the first worker only."""
         if self.is_first:
@@ -259,7 +270,7 @@ class DataParallel:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The run's figures, at rank 0, available after the loop."""
+        """The run's figures, at rank 0, available after the loop or this rank's last step."""
         self._ending.finish_left()
         self._ending.check_open()
         return self._ending.summary
@@ -319,7 +330,7 @@ class DataParallel:
             position = plan.total if loop.lease is None else loop.lease.start
             return (not batches.fetched and loop.is_over) or position >= end
 
-        for number in range(first, -(-plan.total // plan.epoch)):
+        for number in range(first, self.epoch_count):
             self._progress.epoch = number
             end = (number + 1) * plan.epoch
             self._ending.check_open()
@@ -564,11 +575,11 @@ class DataParallel:
         if watch is None:
             yield
             return
-        watch.enabled = False
+        before, watch.enabled = watch.enabled, False
         try:
             yield
         finally:
-            watch.enabled = True
+            watch.enabled = before
 
     def stop(self) -> None:
         """End the run early: no more samples are granted to any worker.

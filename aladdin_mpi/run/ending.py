@@ -153,8 +153,8 @@ class Ending:
             )
 
     def finish_left(self) -> None:
-        """Complete a run whose loop has been left, for all workers."""
-        if self._is_left:
+        """Complete a run whose loop has been left, or has made its last step."""
+        if self._is_left or (self._can_drain and not self._loop.is_active):
             self._finish()
 
     def finish(self) -> None:

@@ -23,7 +23,7 @@ if algorithm == "real":
 
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
 else:
-    from aladdin_mpi.accelerate import Accelerator
+    from aladdin_mpi import Accelerator
 
     accelerator = Accelerator(
         gradient_accumulation_steps=2, algorithm=algorithm, epochs=epochs, run_dir=algorithm

@@ -7,14 +7,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from aladdin_mpi.integrations.accelerate import Accelerator
 
-from aladdin_mpi.accelerate import Accelerator
 from aladdin_mpi.errors import UserError
 from tests.commands import summary
-from tests.launch import Completed, needs
+from tests.launch import ROOT, Completed, needs
 from tests.run_program import run_program
 
-PROGRAMS = Path(__file__).parent / "programs"
+PROGRAMS = ROOT / "tests" / "programs"
 
 
 def losses(completed: Completed) -> list[float]:

@@ -1,0 +1,1 @@
+"""Training scripts that were written for other libraries."""
