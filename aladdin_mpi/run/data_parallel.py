@@ -255,7 +255,7 @@ class DataParallel:
     @property
     def has_batches(self) -> bool:
         """Whether this rank may still receive a batch, before or in its loop."""
-        return not (self.is_server or self.is_over or self._loop.is_over)
+        return not (self.is_server or self.is_over or self._ending.is_due)
 
     @property
     def epoch_count(self) -> int:

@@ -154,7 +154,7 @@ class Ending:
 
     def finish_left(self) -> None:
         """Complete a run whose loop has been left, or has made its last step."""
-        if self._is_left or (self._can_drain and not self._loop.is_active):
+        if self._is_left or self.is_due:
             self._finish()
 
     def finish(self) -> None:
@@ -189,6 +189,16 @@ class Ending:
         if self._runner is None:
             return False
         return self._loop.is_active or (self._loop.has_finished and not self.is_concluding)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether this worker has made its last step, so that the run can be completed."""
+        if not self._can_drain:
+            return False
+        lease, rank = self._loop.lease, self._rank
+        if lease is None or rank is None or not self._loop.is_active:
+            return True
+        return lease.size == 0 and lease.start >= rank.session.plan.total
 
     # -- runs that are closed -------------------------------------------------------------------
     def close(self) -> None:
