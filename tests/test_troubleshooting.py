@@ -48,6 +48,7 @@ FOREIGN = frozenset(
         # Python, torch, the system
         "operator torchvision::nms does not exist",
         "Tried to step N times. The total number of steps is M",
+        "You must initialize the accelerate state by calling either",
         "[rank R] Traceback",
         "Segmentation fault",
         "User defined signal 2",
