@@ -245,12 +245,13 @@ class Accelerator:
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context for all backward passes of a batch except its last."""
-        return self.run.accumulate()
+        return self._training.begun("no_sync").accumulate()
 
     @property
     def sync_gradients(self) -> bool:
         """Whether this batch is the last of its step."""
-        return self._training.started is None or self.run.completes_step
+        run = self._training.started
+        return run is None or run.completes_step
 
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
@@ -270,10 +271,11 @@ class Accelerator:
         Raises:
             UserError: another ``norm_type``, other parameters, or another norm than ``clip``.
         """
+        run = self._training.begun("clip_grad_norm_")
         if norm_type != 2:
             raise UserError(f"norm_type: expected 2, got {norm_type}; leave it out")
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        trained = {each for each in self.run.module.parameters() if each.requires_grad}
+        trained = {each for each in run.module.parameters() if each.requires_grad}
         if {each for each in given if each.requires_grad} != trained:
             raise UserError(
                 "accelerator.clip_grad_norm_: expected all trained parameters, got "
@@ -286,8 +288,8 @@ class Accelerator:
                 f"accelerator.clip_grad_norm_: max_norm {max_norm} cannot be combined with "
                 f"clip={self._clip}. Leave clip out."
             )
-        if self._clip is None and self.sync_gradients:
-            self.run.clip_grad_norm_(max_norm)
+        if self._clip is None and run.completes_step:
+            run.clip_grad_norm_(max_norm)
         return norm
 
     def _norm(self, parameters: Iterable[Tensor]) -> Tensor:
@@ -303,7 +305,7 @@ class Accelerator:
     def check_trigger(self) -> bool:
         """Return whether any worker has set the flag, and reset it; every worker has to call it."""
         value, self._is_triggered = float(self._is_triggered), False
-        run = self.run
+        run = self._training.begun("check_trigger")
         return bool(value if run.is_server else run.reduce(value, "sum") > 0)
 
     # -- figures of several ranks -------------------------------------------------------------
@@ -381,12 +383,7 @@ class Accelerator:
         """Return whether figures of this rank are about all samples, or of no worker."""
         if self._training.is_evaluating or self.num_processes == 1:
             return True
-        if self._training.started is None:
-            raise UserError(
-                "accelerator: gather() and reduce() were called before the loop. Call them for "
-                "batches of prepared loaders, after the training has begun or in an evaluation."
-            )
-        return self.run.is_server
+        return self._training.begun("gather, or reduce,").is_server
 
     def wait_for_everyone(self) -> None:
         """Wait for all ranks before the loop, and for all workers in it.
@@ -523,7 +520,7 @@ class Accelerator:
         ``step`` is ignored, as the run counts its samples; names of the run's own metrics, such as
         ``loss``, are left out. After the end of the run, a warning is printed instead.
         """
-        run = self.run
+        run = self._training.begun("log")
         if run.is_server:
             return
         if not run.is_over:

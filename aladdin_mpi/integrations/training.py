@@ -74,6 +74,19 @@ class Training:
             self.started = self._start()
         return self.started
 
+    def begun(self, caller: str) -> DataParallel:
+        """Return the run for a method of the accelerator, ``caller``.
+
+        Raises:
+            UserError: the run has not begun.
+        """
+        if self.started is None:
+            raise UserError(
+                f"accelerator.{caller} was called before the loop. Call it for batches of the "
+                "first DataLoader that was prepared, which supplies the training data."
+            )
+        return self.started
+
     def _start(self) -> DataParallel:
         if self.loader is None or not self.models or not self.optimizers:
             raise UserError(
@@ -167,18 +180,14 @@ class Training:
         Raises:
             UserError: the script steps too early, or never steps its prepared scheduler.
         """
-        if self.started is None:
-            raise UserError(
-                "accelerator: optimizer.step() was called before the loop. Step for batches of "
-                "the first DataLoader that was prepared, which supplies the training data."
-            )
+        run = self.begun("prepare(optimizer).step")
         if self._accumulates and not self.is_marked:
             raise UserError(
                 f"gradient_accumulation_steps={self._accumulate} requires "
                 "`with accelerator.accumulate(model):` around each batch. If the script "
                 "accumulates gradients by itself, pass Accelerator(accumulate=K) instead."
             )
-        completes = self.run.completes_step
+        completes = run.completes_step
         if not (self._accumulates or completes):
             raise UserError(
                 f"accelerator: optimizer.step() was called after batch {self._batches}, but steps "

@@ -254,7 +254,7 @@ class DataParallel:
 
     @property
     def has_batches(self) -> bool:
-        """Whether this rank may still receive a batch, before or in its loop."""
+        """Whether this worker's loop goes on: it has not made the last step of the run."""
         return not (self.is_server or self.is_over or self._ending.is_due)
 
     @property
@@ -336,6 +336,8 @@ class DataParallel:
             self._ending.check_open()
             epoch = Epoch(number, batches, partial(is_past, end))
             yield epoch
+            if self._ready().session.is_interrupted:
+                break
             if not epoch.is_done:
                 self._ready().worker.pass_over(end)
         loop.skipping = True

@@ -192,13 +192,13 @@ class Ending:
 
     @property
     def is_due(self) -> bool:
-        """Whether this worker has made its last step, so that the run can be completed."""
-        if not self._can_drain:
+        """Whether this worker has made the last step of the run, which can be completed."""
+        rank = self._rank
+        if rank is None or not self._can_drain or rank.session.is_interrupted:
             return False
-        lease, rank = self._loop.lease, self._rank
-        if lease is None or rank is None or not self._loop.is_active:
-            return True
-        return lease.size == 0 and lease.start >= rank.session.plan.total
+        lease = self._loop.lease
+        is_past = lease is None or (lease.size == 0 and lease.start >= rank.session.plan.total)
+        return is_past or not self._loop.is_active
 
     # -- runs that are closed -------------------------------------------------------------------
     def close(self) -> None:

@@ -444,6 +444,8 @@ def clip_part(accelerator: Any) -> None:
         optimizer.step()
 
 
+# Errors abandon the loops of all simulated ranks.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     ("script", "settings", "message"),
     [
@@ -464,8 +466,8 @@ def clip_part(accelerator: Any) -> None:
         (lambda a: a.register_for_checkpointing(0), {}, r"\.register_for_checkpointing .*resume="),
         (lambda a: a.no_such, {}, r"^accelerator\.no_such .*DataParallel"),
         (lambda a: a.run, {}, r"prepare\(\) was not called"),
-        (lambda a: a.gather(torch.ones(1)), {}, r"^accelerator: gather\(\) .*before the loop"),
-        (lambda a: a.prepare(parts()[1]).step(), {}, r"optimizer\.step\(\) .*before the loop"),
+        (lambda a: a.gather(torch.ones(1)), {}, r"^accelerator\.gather, or .*before the loop"),
+        (lambda a: a.prepare(parts()[1]).step(), {}, r"optimizer\)\.step .*before the loop"),
     ],
 )
 def test_accelerator_refuses_use(
