@@ -24,10 +24,10 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from aladdin_mpi import Accelerator
-from aladdin_mpi.errors import UserError
+from aladdin_mpi.errors import SUSPENDED_STATUS, UserError
 from aladdin_mpi.integrations import accelerate as replacement
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
-from tests.commands import metrics, summary
+from tests.commands import metrics, simulate, summary
 from tests.launch import ROOT, Completed, needs
 from tests.quadratic import NO_DELAY
 from tests.run_program import run_program
@@ -504,9 +504,26 @@ def test_accelerate_loop_may_be_left_early(tmp_path: Path) -> None:
 
 
 @needs("openmpi")
+@LONG
+def test_suspended_run_leaves_the_loop_at_once(tmp_path: Path) -> None:
+    """It does not evaluate the model after each of the remaining epochs."""
+    program = PROGRAMS / "accelerate_training.py"
+    completed = run_program(program, 1, "ar-sgd", "suspend", cwd=tmp_path, check=False)
+    assert completed.returncode == SUSPENDED_STATUS
+    assert len(losses(completed)) == 1
+
+
+@LONG
+def test_endless_loop_ends_in_simulation(tmp_path: Path) -> None:
+    program = PROGRAMS / "accelerate_library.py"
+    completed = simulate(None, program, "--workers", 2, "--", "aladdin-ahead", tmp_path)
+    assert len(re.findall(r"^end [01] 12 ", completed.stdout, re.M)) == 2
+
+
+@needs("openmpi")
 def test_endless_loop_ends_over_mpi_without_end_training(tmp_path: Path) -> None:
     """Before the loop ranks wait for the main process; the program ends with its last step."""
-    completed = run_program(PROGRAMS / "accelerate_library.py", 3, "aladdin-ahead", cwd=tmp_path)
+    completed = run_program(PROGRAMS / "accelerate_library.py", 3, "aladdin-ahead", tmp_path)
     assert completed.stdout.count("once before") == 1
     ends = sorted(re.findall(r"^end (\d) (\d+) (\S+)$", completed.stdout, re.M))
     assert [end[:2] for end in ends] == [("0", "12"), ("1", "12")]

@@ -1,6 +1,6 @@
 """A library's trainer for accelerate: two calls of ``prepare``, and an endless loop over steps.
 
-Argument: an algorithm.
+Arguments: an algorithm and a folder.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import accelerate as library  # type: ignore[import-untyped]
 import torch
 from torch.utils.data import DataLoader
 
-STEPS = 12
+STEPS, FOLDER = 12, Path(sys.argv[2])
 library.Accelerator = partial(
-    aladdin_mpi.Accelerator, steps=STEPS, algorithm=sys.argv[1], run_dir="run", quiet=True
+    aladdin_mpi.Accelerator, steps=STEPS, algorithm=sys.argv[1], run_dir=FOLDER / "run", quiet=True
 )
 
 
@@ -37,8 +37,8 @@ class Trainer:
         with self.accelerator.main_process_first():
             if self.accelerator.is_main_process:
                 print("once before", flush=True)
-                Path("ready").touch()
-        assert Path("ready").exists()
+                (FOLDER / "ready").touch()
+        assert (FOLDER / "ready").exists()
         samples: Any = [torch.full((4,), float(number)) for number in range(24)]
         self.batches = cycle(self.accelerator.prepare(DataLoader(samples, 8, shuffle=True)))
         model = torch.nn.Linear(4, 1)
