@@ -155,7 +155,9 @@ class Accelerator:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        remedy = REMEDIES.get(name, "Use the methods of DataParallel (docs/troubleshooting.md).")
+        remedy = REMEDIES.get(
+            name, "docs/your-script.md lists what exists; accelerator.run is the DataParallel."
+        )
         raise UserError(f"accelerator.{name} does not exist in aladdin_mpi.Accelerator. {remedy}")
 
     # -- before the loop --------------------------------------------------------------------

@@ -5,6 +5,8 @@ python accelerate_digits.py
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from accelerate import Accelerator
 from torch import nn
@@ -21,8 +23,9 @@ def main() -> None:
     """Train, and test after each epoch."""
     accelerator = Accelerator(gradient_accumulation_steps=2, mixed_precision="bf16")
     torch.manual_seed(0)
-    data = load_dataset("digits")
-    loader, test_loader = DataLoader(data.train, 16, shuffle=True), DataLoader(data.test, 256)
+    data: Any = load_dataset("digits")
+    loader: Any = DataLoader(data.train, 16, shuffle=True)
+    test_loader: Any = DataLoader(data.test, 256)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.AdamW(model.parameters())
     steps = EPOCHS * len(loader) // 2
