@@ -14,10 +14,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import accelerate  # type: ignore[import-untyped]
+import accelerate
 import pytest
 import torch
-from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
+from accelerate.state import AcceleratorState
 from torch import nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR, StepLR

@@ -14,7 +14,7 @@ from typing import Any
 import aladdin_mpi
 
 # isort: split
-import accelerate as library  # type: ignore[import-untyped]
+import accelerate as library
 import torch
 from torch.utils.data import DataLoader
 

@@ -21,7 +21,7 @@ from transformers import (
 algorithm, epochs = sys.argv[1], 4
 accelerator: Any
 if algorithm == "real":
-    import accelerate  # type: ignore[import-untyped]
+    import accelerate
 
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
 else:
