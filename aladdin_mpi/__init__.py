@@ -12,7 +12,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from aladdin_mpi.accelerate import Accelerator
     from aladdin_mpi.data.datasets import load_dataset
     from aladdin_mpi.errors import (
         LaunchError,
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
         UserError,
         WaitTimeoutError,
     )
+    from aladdin_mpi.integrations.accelerate import Accelerator
     from aladdin_mpi.launching import launch
     from aladdin_mpi.run.data_parallel import DataParallel
 
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Accelerator": "accelerate",
+    "Accelerator": "integrations.accelerate",
     "DataParallel": "run.data_parallel",
     "LaunchError": "errors",
     "LostError": "errors",

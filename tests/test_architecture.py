@@ -27,7 +27,7 @@ LAYERS = (
     "session",
     "hooks",
     "run",
-    "accelerate integrations launching",
+    "integrations launching",
     "comparison probing",
     "advice",
     "servers slurm",

@@ -30,16 +30,17 @@ def test_parallel_example_changes_few_lines(name: str) -> None:
     text = after.index('"""', 1)  # the docstring says how it is started
     diff = difflib.ndiff(before[text:], after[text:])
     changed = [line for line in diff if line.startswith("+ ") and line[2:].strip()]
-    assert 2 <= len(changed) <= MOST, changed
+    assert 2 <= len(changed) <= (2 if name.startswith("accelerate") else MOST), changed
 
 
 LONG = pytest.mark.long
 FOUR = ("aladdin", "ar-sgd", "bsp", "osgp")
 USUAL = {
+    ("accelerate_digits", "ar-sgd"),
     ("char_gpt", "aladdin"),
     ("finetune", "ar-sgd"),
-    ("text_classifier", "osgp"),
     ("image_folder", "bsp"),
+    ("text_classifier", "osgp"),
 }
 CASES = [
     pytest.param(path.stem, algorithm, marks=() if (path.stem, algorithm) in USUAL else LONG)
@@ -74,8 +75,9 @@ def draw_images(folder: Path) -> None:
 def test_parallel_example_trains_on_three_ranks(tmp_path: Path, name: str, algorithm: str) -> None:
     text = (PARALLEL / f"{name}.py").read_text()
     text = text.replace("inspect.getsource(argparse) +", "")  # half of the GPT's text
-    how = f"algorithm={algorithm!r}, run_dir='run', optimizer=optimizer"
-    text = text.replace("optimizer=optimizer", how)
+    how = f"algorithm={algorithm!r}, run_dir='run'"
+    for argument in ("optimizer=optimizer", 'mixed_precision="bf16"'):
+        text = text.replace(argument, f"{argument}, {how}")
     # Its run folder is in the Trainer's.
     text = text.replace('"finetuned",', f'".", algorithm={algorithm!r},')
     (tmp_path / "script.py").write_text(text)

@@ -49,6 +49,7 @@ FOREIGN = frozenset(
         "operator torchvision::nms does not exist",
         "torch._dynamo.exc.Unsupported: Skip calling",
         "Tried to step N times. The total number of steps is M",
+        "You must initialize the accelerate state by calling either",
         "[rank R] Traceback",
         "Segmentation fault",
         "User defined signal 2",

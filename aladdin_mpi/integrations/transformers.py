@@ -39,10 +39,7 @@ for _library in ("transformers", "accelerate"):
     extras.need(_library, __name__)
 
 import transformers  # noqa: E402
-from accelerate.state import (  # type: ignore[import-untyped]  # noqa: E402
-    AcceleratorState,
-    PartialState,
-)
+from accelerate.state import AcceleratorState, PartialState  # noqa: E402
 from transformers.trainer_callback import ExportableState, TrainerState  # noqa: E402
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint  # noqa: E402
 

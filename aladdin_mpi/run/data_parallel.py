@@ -296,6 +296,17 @@ class DataParallel:
         """Whether this batch is the last one of its step, as with ``accumulate`` above 1."""
         return self._loop.is_last
 
+    @property
+    def has_batches(self) -> bool:
+        """Whether this worker's loop goes on: it has not made the last step of the run."""
+        return not (self.is_server or self.is_over or self._ending.is_due)
+
+    @property
+    def epoch_count(self) -> int:
+        """The number of epochs of a run whose loop has begun; the last may be shorter."""
+        plan = self._ready().session.plan
+        return -(-plan.total // plan.epoch)
+
     def print(self, *values: object) -> None:
         """Print on the first worker only."""
         if self.is_first:
@@ -303,7 +314,7 @@ class DataParallel:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The run's figures, at rank 0, available after the loop."""
+        """The run's figures, at rank 0, available after the loop or this rank's last step."""
         self._ending.finish_left()
         self._ending.check_open()
         return self._ending.summary
@@ -363,13 +374,15 @@ class DataParallel:
             position = plan.total if loop.lease is None else loop.lease.start
             return (not batches.fetched and loop.is_over) or position >= end
 
-        for number in range(first, -(-plan.total // plan.epoch)):
+        for number in range(first, self.epoch_count):
             self._progress.epoch = number
             self._reductions.move(Place(number))
             end = (number + 1) * plan.epoch
             self._ending.check_open()
             epoch = Epoch(number, batches, partial(is_past, end), self._reductions.end_epoch)
             yield epoch
+            if self._ready().session.is_interrupted:
+                break
             if not epoch.is_done:
                 self._ready().worker.pass_over(end)
         self._reductions.move(AFTER_LOOP)
@@ -661,11 +674,11 @@ class DataParallel:
         if watch is None:
             yield
             return
-        watch.enabled = False
+        before, watch.enabled = watch.enabled, False
         try:
             yield
         finally:
-            watch.enabled = True
+            watch.enabled = before
 
     @contextmanager
     def local(self) -> Iterator[None]:

@@ -153,8 +153,8 @@ class Ending:
             )
 
     def finish_left(self) -> None:
-        """Complete a run whose loop has been left, for all workers."""
-        if self._is_left:
+        """Complete a run whose loop has been left, or has made its last step."""
+        if self._is_left or self.is_due:
             self._finish()
 
     def finish(self) -> None:
@@ -189,6 +189,16 @@ class Ending:
         if self._runner is None:
             return False
         return self._loop.is_active or (self._loop.has_finished and not self.is_concluding)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether this worker has made the last step of the run, which can be completed."""
+        rank = self._rank
+        if rank is None or not self._can_drain or rank.session.is_interrupted:
+            return False
+        lease = self._loop.lease
+        is_past = lease is None or (lease.size == 0 and lease.start >= rank.session.plan.total)
+        return is_past or not self._loop.is_active
 
     # -- runs that are closed -------------------------------------------------------------------
     def close(self) -> None:

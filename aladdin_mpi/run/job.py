@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from aladdin_mpi import accelerator
+from aladdin_mpi.control.exchange import all_or_none
 from aladdin_mpi.data.loader_processes import is_loader_process
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import Algorithm, find_algorithm
@@ -64,12 +66,14 @@ class Job:
         hosts: for every rank the number of its host.
         servers: number of server ranks, the first ones.
         shares_process: whether all ranks are simulated in this process.
+        wait: waits for all ranks, before the run.
     """
 
     rank: int
     hosts: Sequence[int]
     servers: int
     shares_process: bool
+    wait: Callable[[], object]
 
     @property
     def host(self) -> int:
@@ -113,14 +117,22 @@ def find_job(settings: Mapping[str, Any]) -> Job:
     Raises:
         UserError: unknown algorithm.
     """
-    simulated = simulated_rank()
+    transport: Transport | None = settings.get("transport")
+    simulated = simulated_rank() if transport is None else None
     if simulated is not None:
         transport = simulated.transport
         if transport is None:  # the script only runs to determine its options
-            return Job(0, [0], 0, shares_process=True)
+            return Job(0, [0], 0, shares_process=True, wait=lambda: None)
         typed = {path[0]: setting.value for path, setting in simulated.typed.items()}
-        servers = _servers({**settings, **typed})  # the command line overrides the script
-        return Job(transport.rank, transport.hosts, servers, shares_process=True)
+        settings = {**settings, **typed}  # the command line overrides the script
+    if transport is not None:
+        return Job(
+            transport.rank,
+            transport.hosts,
+            0 if transport.size == 1 else _servers(settings),
+            transport.shares_process,
+            partial(all_or_none, transport, lambda: None),
+        )
     start_mpi(float(settings.get("timeout", TIMEOUT)))
     from aladdin_mpi.transport.mpi import world
 
@@ -130,7 +142,13 @@ def find_job(settings: Mapping[str, Any]) -> Job:
     startup.end()
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     servers = 0 if size == 1 else _servers(settings)  # one process trains alone
-    return Job(rank, [numbers[name] for name in names], servers, shares_process=False)
+    return Job(
+        rank,
+        [numbers[name] for name in names],
+        servers,
+        shares_process=False,
+        wait=partial(world.everyones, None),
+    )
 
 
 def check_launched(algorithm: Algorithm, options: RunOptions, ranks: int) -> None:

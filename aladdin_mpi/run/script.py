@@ -95,6 +95,8 @@ def simulate_script(script: Path, arguments: Sequence[str], typed: Settings) -> 
         _rank.set(simulated)
         try:
             main()
+            for run in tuple(simulated.unended):
+                run.finish_left()
         except SuspendedError:
             raise
         except SystemExit as error:

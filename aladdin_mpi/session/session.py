@@ -124,9 +124,14 @@ class Session:
         self._drawn = 0
         self._moment = 0.0
 
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a signal or a rank has ended the run before its samples were used up."""
+        return bool(self.suspended) or self.closed_by is not None
+
     def run(self) -> None:
         """Train until the budget is used up, or the coordinator ends the run."""
-        while not (self.over or self.suspended or self.closed_by is not None):
+        while not (self.over or self.is_interrupted):
             self._start_together()
             for hook in self.hooks:
                 hook.on_start()

@@ -178,6 +178,8 @@ class Clipping:
         per_step: bool = False,
         wait_free: bool = True,
     ) -> None:
+        if kind == "parts" and norm is None:
+            kind = "own"  # only a step may request clipping, when its gradient is complete
         self.norm = norm
         self.kind = kind
         self.is_wait_free = wait_free and not (kind == "own" and norm is not None)
@@ -196,9 +198,8 @@ class Clipping:
         """
         if self.kind == "parts" and self.is_wait_free:
             raise UserError(
-                "training loop: run.clip_grad_norm_() comes too late for this algorithm, which "
-                "sends parts of the gradient during backward(). Pass clip= to DataParallel "
-                "instead."
+                "training loop: run.clip_grad_norm_() comes too late, because clip= lets this "
+                "algorithm send parts of the gradient during backward(). Leave one of the two out."
             )
         if self.kind == "own" and self.tells_at_once:
             raise UserError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -71,7 +72,8 @@ def test_clip_grad_norm_bounds_steps_or_is_rejected(run: Run, wait_free: bool) -
     try:
         clipped = run(losses(LARGE, clip=CLIP), wait_free=wait_free)
     except UserError as error:
-        assert wait_free and "run.clip_grad_norm_()" in str(error)
+        # Only multistep, which exchanges activations instead of gradients from its first step on.
+        assert wait_free and re.search(r"run\.clip_grad_norm_\(\) .*activations", str(error))
     else:
         assert_is_clipped(clipped)
 

@@ -1,10 +1,12 @@
 """Train a small BERT with Hugging Face's accelerate, or with this project as a replacement.
 
-Arguments: ``real`` or an algorithm, and ``leave`` to end the loop after three of four epochs.
+Arguments: ``real`` or an algorithm, and ``leave`` to end the loop after three of four epochs, or
+``suspend`` to send a signal to this process in the second one.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import Any
 
@@ -19,11 +21,11 @@ from transformers import (
 algorithm, epochs = sys.argv[1], 4
 accelerator: Any
 if algorithm == "real":
-    import accelerate  # type: ignore[import-untyped]
+    import accelerate
 
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
 else:
-    from aladdin_mpi.accelerate import Accelerator
+    from aladdin_mpi import Accelerator
 
     accelerator = Accelerator(
         gradient_accumulation_steps=2, algorithm=algorithm, epochs=epochs, run_dir=algorithm
@@ -64,6 +66,8 @@ for epoch in range(epochs):
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
+        if epoch == 1 and sys.argv[2:] == ["suspend"]:
+            signal.raise_signal(signal.SIGUSR1)
     model.eval()
     with torch.no_grad():
         losses = [accelerator.gather_for_metrics(model(**each).loss.reshape(1)) for each in test]

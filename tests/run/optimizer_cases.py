@@ -108,7 +108,7 @@ RESUMED = {
 }
 REFUSED = {
     "in the middle": Case("aladdin", adamw, clip_later),
-    "parts": Case("aladdin-ahead", adamw, clip),
+    "parts": Case("aladdin-ahead", adamw, clip, {"clip": 0.5}),
     "stepped": Case("ar-sgd", adamw, step_scheduler),
     "multistep": Case("multistep", adamw),
     "rate": Case("ar-sgd", adamw, settings={"lr": 0.1}),
