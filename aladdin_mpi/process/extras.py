@@ -7,7 +7,13 @@ from importlib.util import find_spec
 
 from aladdin_mpi.errors import UserError
 
-EXTRAS = {"matplotlib": "plots", "tensorboard": "tensorboard", "torchvision": "vision"}
+EXTRAS = {
+    "lightning": "lightning",
+    "matplotlib": "plots",
+    "pytorch_lightning": "lightning",
+    "tensorboard": "tensorboard",
+    "torchvision": "vision",
+}
 """The extra of this package that installs each library (``pyproject.toml``)."""
 
 
