@@ -28,6 +28,7 @@ LAYERS = (
     "hooks",
     "run",
     "accelerate",
+    "integrations",
     "comparison probing",
     "advice",
     "servers slurm",

@@ -30,12 +30,17 @@ def test_parallel_example_changes_few_lines(name: str) -> None:
     text = after.index('"""', 1)  # the docstring says how it is started
     diff = difflib.ndiff(before[text:], after[text:])
     changed = [line for line in diff if line.startswith("+ ") and line[2:].strip()]
-    assert 3 <= len(changed) <= MOST, changed
+    assert 2 <= len(changed) <= MOST, changed
 
 
 LONG = pytest.mark.long
 FOUR = ("aladdin", "ar-sgd", "bsp", "osgp")
-USUAL = {("char_gpt", "aladdin"), ("text_classifier", "osgp"), ("image_folder", "bsp")}
+USUAL = {
+    ("char_gpt", "aladdin"),
+    ("text_classifier", "osgp"),
+    ("image_folder", "bsp"),
+    ("lightning_digits", "aladdin"),
+}
 CASES = [
     pytest.param(path.stem, algorithm, marks=() if (path.stem, algorithm) in USUAL else LONG)
     for path in sorted(ONE.glob("*.py"))
@@ -63,8 +68,11 @@ def draw_images(folder: Path) -> None:
 def test_parallel_example_trains_on_three_ranks(tmp_path: Path, name: str, algorithm: str) -> None:
     text = (PARALLEL / f"{name}.py").read_text()
     text = text.replace("inspect.getsource(argparse) +", "")  # half of the GPT's text
-    how = f"algorithm={algorithm!r}, run_dir='run', optimizer=optimizer"
-    (tmp_path / "script.py").write_text(text.replace("optimizer=optimizer", how))
+    how = f"algorithm={algorithm!r}, run_dir='run'"
+    text = text.replace("AladdinStrategy()", f"AladdinStrategy({how})")
+    (tmp_path / "script.py").write_text(
+        text.replace("optimizer=optimizer", f"{how}, optimizer=optimizer")
+    )
     draw_images(tmp_path)
     process = run_ranks(3, ["script.py"], env=HERE, cwd=tmp_path, timeout=120)
     figures = [

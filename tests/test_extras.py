@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,15 @@ def test_missing_extra_error_names_install_command(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"--model: .*digits, mlp, .*'resnet18'.*{install}"):
         build_model("resnet18", 10)
     assert list_models() == list(SMALL_MODELS)
+
+
+@pytest.mark.usefixtures("bare")
+@pytest.mark.parametrize("library", ["lightning", "pytorch_lightning"])
+def test_integration_without_its_library_names_install_command(library: str) -> None:
+    module = f"aladdin_mpi.integrations.{library}"
+    install = re.escape('pip install "aladdin_mpi[lightning]"')
+    with pytest.raises(UserError, match=f"^{module} requires {library}, .*{install}"):
+        import_module(module)
 
 
 @pytest.mark.usefixtures("bare")

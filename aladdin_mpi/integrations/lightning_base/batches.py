@@ -3,11 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from aladdin_mpi.run.data_parallel import DataParallel
 
 _END = object()
+
+
+class First:
+    """The first ``count`` items of a sampler, or of an iterable, in each iteration."""
+
+    def __init__(self, items: Any, count: int) -> None:
+        self._items = items
+        self._count = count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._items, name)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self._items, self._count)
+
+
+def first_batches(loader: Any, count: int) -> Any:
+    """Return a loader of the first ``count`` batches of each epoch."""
+    is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
+    if not is_plain or isinstance(loader.dataset, IterableDataset):
+        return First(loader, count)
+    how: dict[str, Any] = {"batch_sampler": First(loader.batch_sampler, count)}
+    if loader.batch_size is None:
+        how = {"batch_size": None, "sampler": First(loader.sampler, count)}
+    elif type(loader.batch_sampler) is BatchSampler:  # of torch, so that batches may be divided
+        sampler = First(loader.sampler, min(count * loader.batch_size, len(loader.sampler)))
+        how = {
+            "batch_size": loader.batch_size,
+            "sampler": sampler,
+            "drop_last": loader.drop_last,
+        }
+    for name in (
+        "collate_fn",
+        "generator",
+        "multiprocessing_context",
+        "num_workers",
+        "persistent_workers",
+        "pin_memory",
+        "prefetch_factor",
+        "timeout",
+        "worker_init_fn",
+    ):
+        how[name] = getattr(loader, name)
+    return DataLoader(loader.dataset, **how)
 
 
 class TrainingLoader:
@@ -46,7 +96,6 @@ class RunEpochs:
     Args:
         run: has not begun; it begins now, and a server returns after its end.
         data: for :meth:`DataParallel.epochs`.
-        limit: most batches of this worker per epoch.
         end_after: called with the number of batches, once it is known.
     """
 
@@ -54,10 +103,8 @@ class RunEpochs:
         self,
         run: DataParallel,
         data: Any,
-        limit: int | None,
         end_after: Callable[[int], None],
     ) -> None:
-        self._limit = limit
         self._end_after = end_after
         self._epochs = run.epochs(data)
         self._epoch = next(self._epochs, None)
@@ -98,11 +145,10 @@ class RunEpochs:
             Whether there is one.
         """
         assert self._epoch is not None
-        if self._taken != self._limit:
-            self._next = next(self._epoch, _END)
+        self._next = next(self._epoch, _END)
         if self._next is _END:
-            self._end_after(self._taken)
             self.leave()
+            self._end_after(self._taken)
         return self._is_in_epoch
 
     def leave(self) -> None:

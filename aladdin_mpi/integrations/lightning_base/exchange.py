@@ -65,8 +65,3 @@ class WorkerExchange:
                 "use self.all_gather() for others"
             )
         return known[operation](self.gather(purpose, value), dim=0).to(value)
-
-    def decide(self, purpose: str, decision: bool, needs_all: bool) -> bool:
-        """Return whether all workers, or any of them, decide for it."""
-        votes = self.gather(purpose, torch.tensor(decision)) > 0
-        return bool(votes.all() if needs_all else votes.any())

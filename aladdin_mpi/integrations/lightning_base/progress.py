@@ -20,8 +20,13 @@ def progress_of(trainer: Any) -> Progress:
         "callbacks": {
             each.state_key: state for each in trainer.callbacks if (state := each.state_dict())
         },
-        "schedulers": [each.scheduler.state_dict() for each in trainer.lr_scheduler_configs],
+        "schedulers": [each.state_dict() for each in _by_epoch(trainer)],
     }
+
+
+def _by_epoch(trainer: Any) -> list[Any]:
+    """Return the schedulers that Lightning advances; the run restores the others."""
+    return [each.scheduler for each in trainer.lr_scheduler_configs if each.interval == "epoch"]
 
 
 def adopt(trainer: Any, progress: Progress) -> None:
@@ -36,10 +41,8 @@ def adopt(trainer: Any, progress: Progress) -> None:
     for each in trainer.callbacks:
         if each.state_key in progress["callbacks"]:
             each.load_state_dict(progress["callbacks"][each.state_key])
-    for config, state in zip(
-        trainer.lr_scheduler_configs, progress["schedulers"], strict=False
-    ):
-        config.scheduler.load_state_dict(state)
+    for scheduler, state in zip(_by_epoch(trainer), progress["schedulers"], strict=False):
+        scheduler.load_state_dict(state)
 
 
 def storable(progress: Progress) -> Progress:

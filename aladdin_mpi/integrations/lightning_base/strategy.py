@@ -15,7 +15,7 @@ from torchmetrics import Metric
 
 from aladdin_mpi.accelerate import PreparedScheduler
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.integrations.lightning_base.batches import RunEpochs, TrainingLoader
+from aladdin_mpi.integrations.lightning_base.batches import RunEpochs, TrainingLoader, first_batches
 from aladdin_mpi.integrations.lightning_base.checks import (
     changes_gradients,
     check_settings,
@@ -98,10 +98,12 @@ class RunStrategy(Base):
         self.parallel_devices: list[torch.device] = []
         self._layer_sync: object = None
         self.cluster_environment = type(self).environment()
+        # Lightning combines figures only if this is true, but then it divides loaders too.
+        self.is_distributed = False
         self._is_setting_up = False
         self._run: DataParallel | None = None
         self._kept: tuple[Any, int] | None = None
-        self._metrics: list[Metric] = []
+        self._metrics: list[tuple[Metric, Any]] = []
 
     # -- places ---------------------------------------------------------------------------------
     @property
@@ -213,18 +215,16 @@ class RunStrategy(Base):
         trainer, loader = self._trainer, self._loader
         loop = trainer.fit_loop
         assert loader is not None
-        self._is_setting_up = self._has_agreed = self._has_begun = False
+        self._is_setting_up = self._has_agreed = self._has_begun = self._ends_within_epoch = False
+        self._last_step: int | None = None
         self._expected = -(-loop.max_batches // self.world_size)
-        limit = None
+        data = loader.loader
         if loop.max_batches < len(loader):
-            accumulated = trainer.accumulate_grad_batches
-            limit = -(-self._expected // accumulated) * accumulated
-        self._run = run = DataParallel(
-            self.lightning_module, **self._arguments(trainer, limit is not None)
-        )
+            data = first_batches(data, loop.max_batches)
+        self._run = run = DataParallel(self.lightning_module, **self._arguments(trainer))
         self._kept = trainer.gradient_clip_val, loop.max_steps
         trainer.gradient_clip_val, loop.epoch_loop.max_steps = None, -1
-        self._epochs = epochs = RunEpochs(run, loader.loader, limit, self._end_after)
+        self._epochs = epochs = RunEpochs(run, data, self._end_epoch)
         if epochs.number is None:
             loop.max_batches = 0  # ends the loop
             return
@@ -235,14 +235,14 @@ class RunStrategy(Base):
         if epochs.number or saved["steps"]:
             adopt(trainer, {**saved, "epochs": epochs.number})
 
-    def _arguments(self, trainer: Any, is_limited: bool) -> dict[str, Any]:
+    def _arguments(self, trainer: Any) -> dict[str, Any]:
         """Return the arguments of DataParallel."""
         schedulers = [c.scheduler for c in self.lr_scheduler_configs if c.interval == "step"]
         arguments = {
             "optimizer": self.optimizers[0],
             "scheduler": schedulers[0] if schedulers else None,
             "accumulate": trainer.accumulate_grad_batches,
-            **self._length(trainer, is_limited),
+            **self._length(trainer),
         }
         if trainer.gradient_clip_val:
             arguments["clip"] = float(trainer.gradient_clip_val)
@@ -252,7 +252,7 @@ class RunStrategy(Base):
             arguments["device"] = "cpu"
         return {**arguments, **self._settings}
 
-    def _length(self, trainer: Any, is_limited: bool) -> dict[str, int]:
+    def _length(self, trainer: Any) -> dict[str, int]:
         """Return the length of the run, which ends with its epochs or its steps."""
         epochs, steps, loop = trainer.max_epochs, trainer.max_steps, trainer.fit_loop
         if steps < 0 and epochs < 0:
@@ -262,11 +262,7 @@ class RunStrategy(Base):
         batches = steps * trainer.accumulate_grad_batches * self.world_size
         if steps < 0 or 0 <= epochs * loop.max_batches <= batches:
             return {"epochs": epochs}
-        if is_limited:
-            raise UserError(
-                "AladdinStrategy: Trainer(max_steps=...) cannot be combined with "
-                "limit_train_batches. Use max_epochs."
-            )
+        self._last_step, self._ends_within_epoch = steps, batches % loop.max_batches != 0
         return {"steps": steps}
 
     def _replace_schedulers(self) -> None:
@@ -285,13 +281,17 @@ class RunStrategy(Base):
         """Yield the batches of Lightning's next epoch."""
         trainer, run = self._trainer, self.run
         if self._is_running and self._has_begun:
-            self._has_agreed = self._exchange.decide("end of an epoch", False, needs_all=False)
+            self._has_agreed = self._agrees_to_stop(False)
             if self._has_agreed:
                 trainer.should_stop = True
                 return
         self._has_begun = True
         run.state["lightning"] = storable(progress_of(trainer))
         yield from self._epochs.batches()
+
+    def _agrees_to_stop(self, wants: bool) -> bool:
+        """Return whether any worker stops after this epoch; they wait for each other."""
+        return bool(self._exchange.gather("end of an epoch", torch.tensor(wants)).any())
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Keep the epoch open: whether this batch is its last is known after the step."""
@@ -306,6 +306,15 @@ class RunStrategy(Base):
         """Let Lightning's epoch end, and validation begin, after this many batches."""
         self._trainer.fit_loop.max_batches = self._trainer.val_check_batch = batches
 
+    def _end_epoch(self, batches: int) -> None:
+        """End Lightning's epoch after this many batches; after ``max_steps``, end its loop."""
+        if not self._is_running and self._last_step is not None:
+            loop = self._trainer.fit_loop
+            loop.epoch_loop.max_steps = min(self._last_step, self.run.state["lightning"]["steps"])
+            if self._ends_within_epoch:  # like Lightning, which does not validate then
+                return
+        self._end_after(batches)
+
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **how: Any
     ) -> Any:
@@ -319,8 +328,7 @@ class RunStrategy(Base):
             )
         else:
             output = step.step(closure)
-        if not self._epochs.fetch() and run.is_over and self._trainer.max_epochs < 0:
-            self._trainer.should_stop = True
+        self._epochs.fetch()
         return output
 
     def on_validation_start(self) -> None:
@@ -335,7 +343,7 @@ class RunStrategy(Base):
             self._epochs.leave()
         if self._is_running:
             if not self._has_agreed:
-                self._exchange.decide("end of an epoch", True, needs_all=False)
+                self._agrees_to_stop(True)
             run.__exit__(None, None, None)  # as after leaving the loop by break
         self._share_results()
 
@@ -375,9 +383,15 @@ class RunStrategy(Base):
         return self._run is not None and not self._run.is_over
 
     @property
+    def validates(self) -> bool:
+        """Whether this is a validation in ``fit()``, or its sanity check before the run."""
+        trainer = self._trainer
+        return trainer.state.fn == "fit" and (trainer.validating or trainer.sanity_checking)
+
+    @property
     def exchanges(self) -> bool:
         """Whether the workers exchange figures at present: in validation during ``fit()``."""
-        return self._is_running and self.world_size > 1 and self._trainer.validating
+        return self._is_running and self.world_size > 1 and self.validates
 
     def _everyones(self, fact: Any) -> list[Any]:
         """Return all ranks' facts, by rank of the job, before or after the run."""
@@ -385,9 +399,7 @@ class RunStrategy(Base):
 
         return world.everyones(fact)
 
-    def reduce(
-        self, tensor: Any, group: Any = None, reduce_op: Any = "mean"
-    ) -> Any:
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Return the mean, or another operation, over all workers in validation.
 
         Otherwise ``tensor``: in training, workers are in different places of their loops.
@@ -397,12 +409,6 @@ class RunStrategy(Base):
         operation = "mean" if reduce_op is None else str(reduce_op).rpartition(".")[2].lower()
         purpose = f"self.log({group!r}, ...)" if isinstance(group, str) else "strategy.reduce()"
         return self._exchange.reduce(purpose, torch.as_tensor(tensor), operation)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return the common decision of all workers in validation; otherwise ``decision``."""
-        if not self.exchanges:
-            return decision
-        return self._exchange.decide("a decision of a callback", bool(decision), needs_all=all)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Return the workers' tensors, stacked, in validation; outside of ``fit()``, ``tensor``.
@@ -433,31 +439,39 @@ class RunStrategy(Base):
         """Let the module's torchmetrics combine their states over the workers in validation."""
         me = weakref.ref(self)
         assert self.lightning_module is not None
-        self._metrics = [
-            each
-            for each in self.lightning_module.modules()
-            if isinstance(each, Metric) and each.dist_sync_fn is None
-        ]
-        self._kept_availability = [each.distributed_available_fn for each in self._metrics]
-        for each in self._metrics:
-            each.dist_sync_fn = partial(_gather_state, me)
-            each.distributed_available_fn = partial(_exchanges, me)
+        for each in self.lightning_module.modules():
+            if isinstance(each, Metric) and each.dist_sync_fn is None:
+                self._metrics.append((each, each.distributed_available_fn))
+                each.dist_sync_fn = partial(_gather_state, me)
+                each.distributed_available_fn = partial(_exchanges, me)
 
     def _end_metrics(self) -> None:
-        for each, available in zip(self._metrics, self._kept_availability, strict=True):
+        for each, available in self._metrics:
             each.dist_sync_fn, each.distributed_available_fn = None, available
+        self._metrics.clear()
 
 
 # Functions of a weak reference, as the module may be copied while it holds them.
 def _log(
-    strategy: weakref.ref[RunStrategy], module: weakref.ref[Any], name: str, value: Any, **how: Any
+    strategy: weakref.ref[RunStrategy],
+    module: weakref.ref[Any],
+    name: str,
+    value: Any,
+    *arguments: Any,
+    **how: Any,
 ) -> None:
     """Log a figure by the module's class; in validation, combine it over the workers."""
     owner, logged = strategy(), module()
-    if owner is not None and owner.exchanges and how.get("sync_dist", True):
-        # The group reaches reduce(), which compares the figures of the workers by it.
-        how = {"sync_dist": True, "sync_dist_group": name, **how}
-    type(logged).log(logged, name, value, **how)
+    if owner is None or not owner.validates or not how.get("sync_dist", True):
+        type(logged).log(logged, name, value, *arguments, **how)
+        return
+    # The group reaches reduce(), which compares the figures of the workers by it.
+    how = {"sync_dist": True, "sync_dist_group": name, **how}
+    owner.is_distributed = owner.world_size > 1
+    try:
+        type(logged).log(logged, name, value, *arguments, **how)
+    finally:
+        owner.is_distributed = False
 
 
 def _exchanges(strategy: weakref.ref[RunStrategy]) -> bool:
