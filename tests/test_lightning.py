@@ -20,7 +20,7 @@ TRAINING = PROGRAMS / "lightning_training.py"
 @pytest.mark.slow
 def test_ar_sgd_equals_lightning_with_larger_batches(tmp_path: Path) -> None:
     """Weights, validation losses, epochs and steps; every rank has them."""
-    completed = run_program(TRAINING, 2, "compare", "ar-sgd", cwd=tmp_path)
+    completed = run_program(TRAINING, 2, "compare", "ar-sgd", cwd=tmp_path, timeout=200)
     lines = re.findall(r"^(\w+): (\S+) of (\S+), (\S+) (\w+)$", completed.stdout, re.M)
     assert len(lines) == 2 * 5, completed
     for kind, difference, moved, of_losses, has_same_counts in lines:
@@ -58,17 +58,18 @@ def test_callbacks_and_tests_use_one_result_on_every_rank(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_resumed_training_equals_uninterrupted_training(tmp_path: Path) -> None:
-    run = partial(run_program, TRAINING, 1, "resume", "ar-sgd", cwd=tmp_path)
-    assert run(check=False).returncode == 75
+    run = partial(run_program, TRAINING, 1, "resume", "ar-sgd", cwd=tmp_path, timeout=140)
+    suspended = run(check=False)
+    assert suspended.returncode == 75
+    assert "yielded None" not in suspended.stderr  # the remaining epochs, without batches
     difference, ours, theirs = run().stdout.splitlines()[-3:]
     assert float(difference.split()[1]) < 1e-5
-    # Validation of the first two epochs was in the first program.
-    assert ours == "(5, 20, 3)" and theirs == "(5, 20, 5)"
+    assert ours == "(5, 20, 2)" and theirs == "(5, 20, 5)"  # validated in the second program
 
 
 @pytest.mark.slow
 def test_unsupported_features_are_refused_by_name(tmp_path: Path) -> None:
-    completed = run_program(PROGRAMS / "lightning_refusals.py", 1, cwd=tmp_path)
+    completed = run_program(PROGRAMS / "lightning_refusals.py", 1, cwd=tmp_path, timeout=200)
     errors = dict(re.findall(r"^(\w+): (.*)$", completed.stdout, re.M))
     words = {
         "epochs": "max_epochs",

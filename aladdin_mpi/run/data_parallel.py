@@ -325,6 +325,9 @@ class DataParallel:
             self._ending.check_open()
             epoch = Epoch(number, batches, partial(is_past, end))
             yield epoch
+            ended = self._ready().session
+            if ended.suspended or ended.closed_by is not None:
+                break
             if not epoch.is_done:
                 self._ready().worker.pass_over(end)
         loop.skipping = True

@@ -154,13 +154,13 @@ def train(algorithm: str) -> None:
         logger=CSVLogger("logs"),
         log_every_n_steps=1,
     )
+    metrics = sorted(trainer.callback_metrics)
     (tested,) = trainer.test(model, datamodule=Data(4), verbose=False)
     best = trainer.test(model, datamodule=Data(4), verbose=False, ckpt_path="best")
-    metrics = trainer.callback_metrics
     print(
         f"rank {strategy.global_rank} of {trainer.world_size}: {trainer.current_epoch} epochs, "
         f"tested {tested['test_loss']:.6f} best {best[0]['test_loss']:.6f}, "
-        f"{sorted(metrics)}, {checkpoints.best_model_path}, {flat(model).sum():.6f}, "
+        f"{metrics}, {checkpoints.best_model_path}, {flat(model).sum():.6f}, "
         f"validated {[round(each, 6) for each in model.validated]}",
         flush=True,
     )
