@@ -121,6 +121,13 @@ def find_job(settings: Mapping[str, Any]) -> Job:
     return Job(rank, [numbers[name] for name in names], servers, shares_process=False)
 
 
+def everyones(fact: Any) -> list[Any]:
+    """Return all ranks' facts in rank order, after :func:`find_job` and outside of a run."""
+    from aladdin_mpi.transport.mpi import world
+
+    return world.everyones(fact)
+
+
 def start_mpi(timeout: float) -> None:
     """Start MPI on this rank, if it has not started, and install handlers of errors and signals.
 

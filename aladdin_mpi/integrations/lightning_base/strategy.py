@@ -24,7 +24,7 @@ from aladdin_mpi.integrations.lightning_base.checks import (
 from aladdin_mpi.integrations.lightning_base.exchange import WorkerExchange
 from aladdin_mpi.integrations.lightning_base.progress import adopt, progress_of, storable
 from aladdin_mpi.run.data_parallel import DataParallel
-from aladdin_mpi.run.job import find_job
+from aladdin_mpi.run.job import everyones, find_job
 from aladdin_mpi.run.script import simulated_rank
 
 if TYPE_CHECKING:
@@ -355,7 +355,7 @@ class RunStrategy(Base):
         trainer = self._trainer
         held = [trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics]
         mine = (progress_of(trainer), held) if self.is_global_zero else None
-        progress, metrics = self._everyones(mine)[self._job.servers]
+        progress, metrics = everyones(mine)[self._job.servers]
         if not self.is_global_zero:
             adopt(trainer, progress)
             for own, theirs in zip(held, metrics, strict=True):
@@ -393,12 +393,6 @@ class RunStrategy(Base):
         """Whether the workers exchange figures at present: in validation during ``fit()``."""
         return self._is_running and self.world_size > 1 and self.validates
 
-    def _everyones(self, fact: Any) -> list[Any]:
-        """Return all ranks' facts, by rank of the job, before or after the run."""
-        from aladdin_mpi.transport.mpi import world  # starts MPI
-
-        return world.everyones(fact)
-
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Return the mean, or another operation, over all workers in validation.
 
@@ -428,11 +422,11 @@ class RunStrategy(Base):
     def barrier(self, *arguments: Any, **how: Any) -> None:
         """Wait for all ranks before the run; do nothing otherwise."""
         if self._is_setting_up:
-            self._everyones(None)
+            everyones(None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the first worker's object before the run; otherwise ``obj``."""
-        return self._everyones(obj)[self._job.servers + src] if self._is_setting_up else obj
+        return everyones(obj)[self._job.servers + src] if self._is_setting_up else obj
 
     # -- metrics --------------------------------------------------------------------------------
     def _begin_metrics(self) -> None:
