@@ -52,7 +52,7 @@ class Classifier(lightning.LightningModule):
 def main() -> None:
     """Train, and validate after each epoch."""
     torch.manual_seed(0)
-    data = load_dataset("digits")
+    data: Any = load_dataset("digits")
     trainer = lightning.Trainer(
         strategy=AladdinStrategy(),
         max_epochs=EPOCHS,
@@ -62,8 +62,8 @@ def main() -> None:
         logger=False,
         enable_progress_bar=False,
     )
-    train_loader = DataLoader(data.train, 32, shuffle=True)
-    test_loader = DataLoader(data.test, 100)
+    train_loader: Any = DataLoader(data.train, 32, shuffle=True)
+    test_loader: Any = DataLoader(data.test, 100)
     trainer.fit(Classifier(), train_loader, test_loader)
     if trainer.is_global_zero:
         print(f"accuracy {trainer.callback_metrics['val_accuracy']:.3f}")

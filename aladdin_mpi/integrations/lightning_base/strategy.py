@@ -60,7 +60,8 @@ class SharedPlateau(PreparedScheduler):
 
     def step(self, metrics: Any = None) -> None:
         """Step the scheduler; every worker calls this at the same ends of epochs."""
-        self.scheduler.step(self._mean("ReduceLROnPlateau", torch.as_tensor(metrics)))
+        scheduler: Any = self.scheduler
+        scheduler.step(self._mean("ReduceLROnPlateau", torch.as_tensor(metrics)))
 
 
 class RunStrategy(Base):
@@ -455,7 +456,8 @@ def _log(
     **how: Any,
 ) -> None:
     """Log a figure by the module's class; in validation, combine it over the workers."""
-    owner, logged = strategy(), module()
+    owner = strategy()
+    logged: Any = module()
     if owner is None or not owner.validates or not how.get("sync_dist", True):
         type(logged).log(logged, name, value, *arguments, **how)
         return
