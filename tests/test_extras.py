@@ -41,12 +41,22 @@ def test_missing_extra_error_names_install_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("bare")
-def test_trainer_without_transformers_names_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "aladdin_mpi.integrations.transformers"
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    install = re.escape('pip install "aladdin_mpi[transformers]"')
-    with pytest.raises(UserError, match=f"{re.escape(name)} requires transformers.*{install}"):
-        import_module(name)
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("lightning", "lightning"),
+        ("pytorch_lightning", "lightning"),
+        ("transformers", "transformers"),
+    ],
+)
+def test_integration_without_its_library_names_extra(
+    monkeypatch: pytest.MonkeyPatch, name: str, extra: str
+) -> None:
+    module = f"aladdin_mpi.integrations.{name}"
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    install = re.escape(f'pip install "aladdin_mpi[{extra}]"')
+    with pytest.raises(UserError, match=f"^{re.escape(module)} requires {name}.*{install}"):
+        import_module(module)
 
 
 @pytest.mark.usefixtures("bare")

@@ -365,15 +365,25 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return repr(self.optimizer)
 
 
-class PreparedScheduler:
-    """A scheduler that the run steps; everything else is the wrapped scheduler's."""
+class ManagedScheduler:
+    """A scheduler that the run advances; everything else is the wrapped scheduler's."""
 
-    def __init__(self, scheduler: LRScheduler, training: Training) -> None:
+    def __init__(self, scheduler: LRScheduler) -> None:
         self.scheduler = scheduler
-        self._training = training
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.scheduler, name)
+
+    def step(self) -> None:
+        """Do nothing: the run advances the scheduler."""
+
+
+class PreparedScheduler(ManagedScheduler):
+    """A scheduler of a script for accelerate."""
+
+    def __init__(self, scheduler: LRScheduler, training: Training) -> None:
+        super().__init__(scheduler)
+        self._training = training
 
     def step(self) -> None:
         """Do nothing but check: the run advances the scheduler."""

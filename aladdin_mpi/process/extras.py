@@ -9,7 +9,9 @@ from aladdin_mpi.errors import UserError
 
 EXTRAS = {
     "accelerate": "transformers",
+    "lightning": "lightning",
     "matplotlib": "plots",
+    "pytorch_lightning": "lightning",
     "tensorboard": "tensorboard",
     "torchvision": "vision",
     "transformers": "transformers",

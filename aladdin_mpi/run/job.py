@@ -147,7 +147,7 @@ def find_job(settings: Mapping[str, Any]) -> Job:
         [numbers[name] for name in names],
         servers,
         shares_process=False,
-        wait=partial(world.everyones, None),
+        wait=partial(everyones, None),
     )
 
 
@@ -164,6 +164,13 @@ def check_launched(algorithm: Algorithm, options: RunOptions, ranks: int) -> Non
             f"launch: {algorithm.name} would train with {servers} servers and {ranks - servers} "
             f"workers instead of {launched}. Pass servers={servers} to launch()."
         )
+
+
+def everyones(fact: Any) -> list[Any]:
+    """Return all ranks' facts in rank order, after :func:`find_job` and outside of a run."""
+    from aladdin_mpi.transport.mpi import world
+
+    return world.everyones(fact)
 
 
 def start_mpi(timeout: float) -> None:

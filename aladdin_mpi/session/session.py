@@ -71,7 +71,7 @@ class LocalState:
         """Return the state between two segments."""
         if not self._shared:
             self._random.keep()
-        _check_plain(self._user, "run.state")
+        check_plain(self._user, "run.state")
         return {
             "random": self._random.host,
             "device_random": self._random.device,
@@ -323,14 +323,14 @@ def traffic_in(part: Mapping[str, Any]) -> dict[str, Any]:
     return {name: part.get(name, 0) for name in ("waiting", "bytes_sent")}
 
 
-def _check_plain(value: object, place: str) -> None:
+def check_plain(value: object, place: str) -> None:
     """Raise UserError if a checkpoint, which contains no code, cannot store ``value``."""
     if isinstance(value, dict):
         for key, each in value.items():
-            _check_plain(each, f"{place}[{key!r}]")
+            check_plain(each, f"{place}[{key!r}]")
     elif isinstance(value, (list, tuple)):
         for number, each in enumerate(value):
-            _check_plain(each, f"{place}[{number}]")
+            check_plain(each, f"{place}[{number}]")
     elif not (value is None or isinstance(value, (Tensor, bool, int, float, str))):
         raise UserError(
             f"{place}: expected tensors, numbers, strings, and lists and dicts of these, got "

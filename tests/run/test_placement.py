@@ -130,4 +130,4 @@ def test_servers_are_numbered_after_the_workers() -> None:
     assert [job.index for job in jobs] == [3, 4, 0, 1, 2]
     assert [job.index_on_host for job in jobs] == [1, 2, 0, 0, 1]
     assert [job.is_first for job in jobs] == [False, False, True, False, False]
-    assert Job(0, [0, 1], 1, shares_process=False, wait=lambda: None).index_on_host == 1
+    assert Job(0, [0, 1], 1, shares_process=False, wait=int).index_on_host == 1

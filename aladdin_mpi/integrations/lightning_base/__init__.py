@@ -1,0 +1,1 @@
+"""What the strategies for ``lightning`` and ``pytorch_lightning`` share; imports neither."""
