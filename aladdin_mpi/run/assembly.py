@@ -33,6 +33,7 @@ from aladdin_mpi.optimizers.sgd import LearningRate
 from aladdin_mpi.options.algorithms import Algorithm
 from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.process import console, guard
+from aladdin_mpi.process.files import shown
 from aladdin_mpi.run import run_folder
 from aladdin_mpi.run.handshake import check_agreement
 from aladdin_mpi.run.rank import Rank
@@ -74,6 +75,7 @@ class UserTask:
         origin: of the run.
         project: projections that the script applies to parameters after each step.
         whole: segments of the run end at multiples of this number of samples.
+        is_sized: whether the data have a length, which a resumed run must keep.
     """
 
     epoch: int
@@ -90,6 +92,7 @@ class UserTask:
     origin: Origin
     project: Sequence[Projection] = ()
     whole: int = 1
+    is_sized: bool = True
 
 
 def assemble(
@@ -161,7 +164,9 @@ def _assemble_in(
             log = TrainingLog(metrics, plan, options.progress, options.quiet, takeover is not None)
         user_metrics, standby = UserMetrics(transport), Standby(transport)
         evaluations = Evaluations(context, plan, role, metrics, task.evaluate, skips.pass_on)
-        checkpoints = Checkpoints(context, plan, _described(task), folder.path)
+        checkpoints = Checkpoints(
+            context, plan, _described(task), plan.epoch if task.is_sized else None, folder.path
+        )
         hooks: list[RunHook] = [skips, user_metrics]
         hooks += [log] if log is not None else []
         hooks += [evaluations, standby, checkpoints, Suspension(transport), *others]
@@ -268,5 +273,5 @@ def _fault_tolerance(context: Context) -> str:
 
 def _remedy(run_dir: Path) -> str:
     if CheckpointStore(run_dir).exists:
-        return f"resume with: --resume {run_dir}"
-    return f"no checkpoint exists yet: restart with --overwrite --run-dir {run_dir}"
+        return f"resume with: --resume {shown(run_dir)}"
+    return f"no checkpoint exists yet: restart with --overwrite --run-dir {shown(run_dir)}"

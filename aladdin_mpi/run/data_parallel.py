@@ -358,6 +358,7 @@ class DataParallel:
             origin=origin,
             project=tuple(self._projections),
             whole=prepared.whole,
+            is_sized=prepared.is_sized,
         )
         runner = self._runner = ElasticRunner(
             self.transport,

@@ -160,7 +160,8 @@ def open_for(transport: Transport, options: RunOptions) -> OpenFolder:
     first, given = transport.rank == 0, options.resume or options.run_dir
     if given is None:
         given = all_or_none(transport, lambda: make_new(options) if first else None)
-    folder = Path(broadcast(transport, str(given)))  # a script may put the time into the name
+    # A script may put the time into the name, and change its current folder later.
+    folder = Path(broadcast(transport, str(given))).absolute()
 
     def lock_folder() -> RunLock | None:
         if not first:
