@@ -239,7 +239,9 @@ class CheckpointStore:
 def _check_model(folder: Path, manifest: dict[str, Any], here: dict[str, Any]) -> None:
     """Check that this run has the checkpoint's model; earlier versions have not described it."""
     before, now = manifest.pop("model", None), here.pop("model", None)
-    for was, new in zip_longest(before or (), now or () if before else (), fillvalue="absent"):
+    if before is None or now is None:
+        return
+    for was, new in zip_longest(before, now, fillvalue="absent"):
         if was != new:
             raise UserError(
                 f"--resume: the model is not that of the checkpoint {folder}: the first parameter "
