@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
+DISK_FULL = errno.ENOSPC, errno.EDQUOT
+"""Error codes of a full disk, and of an exhausted quota."""
 SUSPENDED_STATUS = os.EX_TEMPFAIL
 """75: "temporary failure; the user is invited to retry" (sysexits.h)."""
 

@@ -21,7 +21,11 @@ PLACEHOLDER = re.compile(r"\b[A-Z][A-Z0-9_]*\b|\.\.\.")
 REFERENCE = "docs/troubleshooting.md"
 FOREIGN = frozenset(
     {
+        # Python and torch
+        "AF_UNIX path too long",
+        "Intel oneMKL FATAL ERROR: Cannot load",
         # Open MPI and mpi4py
+        "Unable to get the current working directory",
         "Error: Unable to get the user home directory",
         "mca_base_var_init failed",
         "RuntimeError: cannot load MPI library",

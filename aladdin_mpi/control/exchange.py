@@ -93,12 +93,30 @@ def _pass_on(transport: Transport, values: Tensor, source: int, dests: list[int]
 
 
 def all_or_none(transport: Transport, attempt: Callable[[], T]) -> T:
-    """Return the result of ``attempt`` if it succeeds on every rank.
+    """Return the result of ``attempt`` if it succeeds on every rank; else close the transport.
 
     Raises:
         UserError: on rank 0: the error, and the ranks concerned if not all.
         RefusedError: on the other ranks.
     """
+    result, problem = attempt_all(transport, attempt)
+    refuse(transport, problem)
+    return result  # type: ignore[return-value]
+
+
+def refuse(transport: Transport, problem: str) -> None:
+    """End the run on every rank because of a problem that all know; "" is none.
+
+    Raises:
+        UserError, RefusedError: as :func:`all_or_none`.
+    """
+    if problem:
+        transport.close()
+        raise UserError(problem, agreed=True) if transport.rank == 0 else RefusedError
+
+
+def attempt_all(transport: Transport, attempt: Callable[[], T]) -> tuple[T | None, str]:
+    """Return the result of ``attempt``, and on every rank the UserErrors of all ranks, or ""."""
     result: T | None = None
     problem = None
     try:
@@ -108,15 +126,11 @@ def all_or_none(transport: Transport, attempt: Callable[[], T]) -> T:
         problem = str(error)
     problems = meet(transport, problem)
     if problems is not None and problems.count(None) == len(problems):
-        return result  # type: ignore[return-value]
+        return result, ""
     if problems is None:
         problems = gather(transport, problem)
     # By messages: the other ranks must fail after rank 0, whose error is the informative one.
-    summary: str = _broadcast(transport, combined(problems, transport.size))
-    if summary:
-        transport.close()
-        raise UserError(summary, agreed=True) if transport.rank == 0 else RefusedError
-    return result  # type: ignore[return-value]
+    return result, _broadcast(transport, combined(problems, transport.size))
 
 
 def packed(value: Any) -> Tensor:

@@ -16,6 +16,7 @@ import os
 import pickle
 import re
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +33,8 @@ from aladdin_mpi.process import console
 FORK, FORKSERVER = "fork", "forkserver"
 STARTS_MPI = "MPI4PY_RC_INITIALIZE"
 """Environment variable that sets whether importing mpi4py starts MPI."""
+LONGEST_TEMPORARY = 107 - len("/pymp-12345678/listener-12345678")
+"""Longest path in which multiprocessing can make a Unix socket (unix(7): 107 characters)."""
 PRELOADED = ["aladdin_mpi.data.loading"]
 """Modules that the server imports once for all processes, without the main file."""
 
@@ -47,8 +50,10 @@ class Start:
         """Return an iterator over the DataLoader that ``loader`` makes for a method.
 
         Raises:
-            UserError: the program or the dataset does not support the method.
+            UserError: the program or the dataset does not support the method, or TMPDIR is too
+                long.
         """
+        _check_temporary_path()
         method = self._chosen()
         if method == FORK:
             return iter(loader(FORK))
@@ -90,6 +95,17 @@ class Start:
                 "aladdin_mpi: warning: loader processes are forked although MPI or a device is "
                 f"in use, because {why}; if they hang, see docs/troubleshooting.md"
             )
+
+
+def _check_temporary_path() -> None:
+    """Check that Python can make its sockets, without which the first batch never arrives."""
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) > LONGEST_TEMPORARY:
+        raise UserError(
+            f"--loader-workers requires a folder for temporary files whose path has at most "
+            f"{LONGEST_TEMPORARY} characters, because loader processes use Unix sockets, got "
+            f"{folder!r}. Set TMPDIR to a shorter path, such as /tmp."
+        )
 
 
 @contextmanager

@@ -89,7 +89,7 @@ def outline(module: nn.Module) -> Outline:
     return Outline(tuple(shapes[::-1]), tuple(layers[::-1]), _dense_layers(module), orders)
 
 
-def _order(parameter: nn.Parameter) -> tuple[int, ...]:
+def _order(parameter: Tensor) -> tuple[int, ...]:
     """Return the dimensions of size > 1, in order of decreasing stride."""
     places = [place for place, size in enumerate(parameter.shape) if size > 1]
     return tuple(sorted(places, key=lambda place: -parameter.stride()[place]))
@@ -99,6 +99,24 @@ def _in_words(order: tuple[int, ...]) -> str:
     if list(order) == sorted(order):
         return ""
     return " channels last" if order == (0, 2, 3, 1) else f" with dimensions in order {list(order)}"
+
+
+def describe_state(module: nn.Module) -> list[str]:
+    """Return name, dtype and shape of each parameter and buffer of ``module``, in its order.
+
+    Equal lists mean that a state of one module, which has no names, fits the other.
+    """
+    parameters = [
+        f"{name} {_outlined(p)}" if p.requires_grad else f"{name} {_outlined(p)} frozen"
+        for name, p in module.named_parameters()
+    ]
+    buffers = [f"{name} {_outlined(buffer)}" for name, buffer in module.named_buffers()]
+    return parameters + buffers
+
+
+def _outlined(tensor: Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype} {list(tensor.shape)}{_in_words(_order(tensor))}"
 
 
 def places(module: nn.Module) -> dict[nn.Parameter, slice]:

@@ -11,16 +11,19 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from itertools import zip_longest
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 
-from aladdin_mpi.control.exchange import all_or_none, broadcast, gather
+from aladdin_mpi.control.exchange import all_or_none, attempt_all, broadcast, gather, refuse
 from aladdin_mpi.data.sampler import Period
-from aladdin_mpi.errors import UserError, system_error
+from aladdin_mpi.errors import DISK_FULL, TransportError, UserError, system_error
+from aladdin_mpi.flat.replica import describe_state
 from aladdin_mpi.optimizers.sgd import LearningRate
 from aladdin_mpi.options.algorithms import Algorithm
 from aladdin_mpi.options.reader import with_current_names
@@ -32,9 +35,9 @@ from aladdin_mpi.options.run import (
     agreed,
     differences,
 )
-from aladdin_mpi.process import files
-from aladdin_mpi.process.files import check_own_folder, remove_tree, write_whole
-from aladdin_mpi.session.context import Context, collect_model
+from aladdin_mpi.process import files, guard
+from aladdin_mpi.process.files import check_own_folder, remove_tree, shown, write_whole
+from aladdin_mpi.session.context import Context, collect_model, versions
 from aladdin_mpi.session.coordinator import Coordinator, RunHook, SegmentEnd
 from aladdin_mpi.session.plan import Origin, Plan
 from aladdin_mpi.session.resizing import StateAssembly, report_resize, share, taken
@@ -60,11 +63,15 @@ KINDS: dict[str, type | tuple[type, ...]] = {
 }
 """Keys of every manifest, and their types."""
 
+MISFITS = AttributeError, LookupError, RuntimeError, TypeError, UnpicklingError, ValueError
+"""Errors of restoring a state that another version has written."""
+
 
 class CheckpointStore:
     """The checkpoints in a run's folder; only the last one is kept."""
 
     def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
         self.folder = run_dir / FOLDER
 
     def _temporary(self, samples: int) -> Path:
@@ -133,9 +140,11 @@ class CheckpointStore:
                 raise
             kept = next(reversed(self.all()), None)
             last = f"the last one, {kept.name}, is kept" if kept else "no earlier one exists"
+            is_full = reason.errno in DISK_FULL
+            remedy = "Free space for two checkpoints" if is_full else "Make the folder writable"
             raise UserError(
-                f"checkpoint: cannot write it to {self.folder} ({reason.strerror}); {last}. Free "
-                f"space for two checkpoints, then resume with --resume {self.folder.parent}"
+                f"checkpoint: cannot write it to {self.folder} ({reason.strerror}); {last}. "
+                f"{remedy}"
             ) from error
 
     # -- reading ------------------------------------------------------------------------------
@@ -158,16 +167,20 @@ class CheckpointStore:
         manifest, here = _read_manifest(folder), files.read(files.written(about))
         if resizes:
             manifest, here = _without_ranks(manifest), _without_ranks(here)
+        _check_model(folder, manifest, here)
+        if "optimizer" in here:
+            _shorten_optimizers(manifest, here)
         # Options of later versions had their defaults.
-        changes = differences({name: manifest.get(name) for name in here}, _as_in(manifest, here))
+        stored = {name: manifest[name] for name in here if name in manifest}
+        changes = differences(stored, _as_in(manifest, here))
         if changes:
             resize = ""
             if all(line.startswith(RESIZED) for line in changes):
                 resize = ", or add --allow-resize to continue with another number of workers"
             raise UserError(
                 f"--resume: the checkpoint {folder} belongs to a different run (the checkpoint's "
-                f"value first): {'; '.join(changes[:5])}. Resume it with the options that it was "
-                f"started with{resize}."
+                f"value first): {'; '.join(changes[:5])}{_other_versions(manifest)}. Resume it "
+                f"with the options, optimizer and data that it was started with{resize}."
             )
         return self.part(rank)
 
@@ -189,9 +202,14 @@ class CheckpointStore:
         elif _digest(path) != entry["sha256"]:
             fault = "is damaged: its SHA-256 is not that of the manifest"
         else:
-            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-            return state
+            with _named_versions(folder):
+                state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+                return state
         raise UserError(f"--resume: {path} {fault}. Use another copy of the run folder.")
+
+    def explaining(self) -> AbstractContextManager[None]:
+        """Return a context that names the versions if the state of another cannot be restored."""
+        return _named_versions(self._last())
 
     def all(self) -> list[Path]:
         """Return the complete checkpoints, the oldest first: named folders with a manifest."""
@@ -216,6 +234,57 @@ class CheckpointStore:
                 "its first one. Start it again with --overwrite."
             )
         return checkpoints[-1]
+
+
+def _check_model(folder: Path, manifest: dict[str, Any], here: dict[str, Any]) -> None:
+    """Check that this run has the checkpoint's model; earlier versions have not described it."""
+    before, now = manifest.pop("model", None), here.pop("model", None)
+    if before is None or now is None:
+        return
+    for was, new in zip_longest(before, now, fillvalue="absent"):
+        if was != new:
+            raise UserError(
+                f"--resume: the model is not that of the checkpoint {folder}: the first parameter "
+                f"or buffer that differs was {was!r}, and is {new!r}. Resume with the model that "
+                "the run was started with, or start a new run in another folder."
+            )
+
+
+def _shorten_optimizers(manifest: dict[str, Any], here: dict[str, Any]) -> None:
+    """Reduce the descriptions of two optimizers to the settings that only one of them has."""
+    pair = str(manifest.get("optimizer")), str(here.get("optimizer"))
+    first, second = (re.split(r"[,;:] (?![^(]*\))", each) for each in pair)  # not in parentheses
+    only_first = [each for each in first if each not in second]
+    only_second = [each for each in second if each not in first]
+    if only_first or only_second:
+        manifest["optimizer"] = ", ".join(only_first) or "absent"
+        here["optimizer"] = ", ".join(only_second) or "absent"
+
+
+@contextmanager
+def _named_versions(folder: Path) -> Iterator[None]:
+    """Name the versions that wrote a checkpoint if others cannot restore it."""
+    try:
+        yield
+    except MISFITS as error:
+        others = _other_versions(_read_manifest(folder))
+        if not others or isinstance(error, TransportError):
+            raise
+        raise UserError(
+            f"--resume: the checkpoint {folder} cannot be restored ({type(error).__name__}: "
+            f"{error}){others}. Resume with the versions that wrote it."
+        ) from error
+
+
+def _other_versions(manifest: Mapping[str, Any]) -> str:
+    """Return a clause on the versions that wrote a checkpoint, if they are not the present ones."""
+    wrote, here = manifest.get("version"), versions()
+    if wrote == here:
+        return ""
+    names = [" ".join(item) for item in (wrote or {}).items() if item not in here.items()]
+    now = [f"{name} {here[name]}" for name in here if (wrote or {}).get(name) != here[name]]
+    by = ", ".join(names) or "an earlier version of aladdin_mpi"
+    return f"; it was written with {by}, and this is {', '.join(now)}"
 
 
 def _without_ranks(about: dict[str, Any]) -> dict[str, Any]:
@@ -316,10 +385,13 @@ def identity(options: RunOptions) -> dict[str, Any]:
 class Checkpoints(RunHook):
     """A hook that saves the run after each segment; every rank writes its part.
 
-    ``optimizer`` describes the optimizer, which must be the same when the run is resumed.
+    ``optimizer`` describes the optimizer, and ``length`` is that of the data in samples, None if
+    they have none. Both must be the same when the run is resumed.
     """
 
-    def __init__(self, context: Context, plan: Plan, optimizer: str, folder: Path) -> None:
+    def __init__(
+        self, context: Context, plan: Plan, optimizer: str, length: int | None, folder: Path
+    ) -> None:
         self._transport = transport = context.transport
         self._store = CheckpointStore(folder)
         self._about = {
@@ -327,6 +399,8 @@ class Checkpoints(RunHook):
             "engine": transport.engine,
             "option": identity(context.options),
             "optimizer": optimizer,
+            "data": {"samples": length},
+            "model": describe_state(context.module),
         }
         self._plan = plan
         self._saved: int | None = None
@@ -334,37 +408,53 @@ class Checkpoints(RunHook):
     def on_settled(self, end: SegmentEnd, run: Coordinator | None) -> None:
         """Save the run unless it has not advanced, or is closed, possibly in the middle of a step.
 
+        If the checkpoint cannot be written, training continues, and the next one is attempted.
+
         Raises:
-            UserError: a rank cannot write its part; raised at rank 0.
+            UserError: the run ends, and a rank cannot write its part; raised at rank 0.
             RefusedError: the same, on the other ranks.
         """
-        if end.drawn != self._saved and end.closed_by is None:
-            self._save(end, run)
+        if end.drawn == self._saved or end.closed_by is not None:
+            return
+        state = end.state()
+        doubts = gather(self._transport, end.doubt(state))
+        doubt = broadcast(self._transport, next(filter(None, doubts), ""))
+        problem = "" if doubt else self._write(end, state)
+        if problem and end.ends_run:
+            refuse(
+                self._transport,
+                f"{problem}, then resume with --resume {shown(self._store.run_dir)}",
+            )
+        if run is not None and doubt:
+            run.ledger.checkpoint_skipped(end.drawn, doubt)
+        elif run is not None and problem:
+            guard.warn(
+                [f"{problem}. Training continues; the next checkpoint is written as planned."]
+            )
+        if not problem:
             self._saved = end.drawn
 
-    def _save(self, end: SegmentEnd, run: Coordinator | None) -> None:
-        """Write a checkpoint; keep the last one instead if this state should not be saved."""
-        transport, store, drawn, state = self._transport, self._store, end.drawn, end.state()
-        doubts = gather(transport, end.doubt(state))
-        doubt = broadcast(transport, next(filter(None, doubts), ""))
-        if doubt:
-            if run is not None:
-                run.ledger.checkpoint_skipped(drawn, doubt)
-            return
+    def _write(self, end: SegmentEnd, state: dict[str, Any]) -> str:
+        """Write a checkpoint; return on every rank the reason if it cannot be written."""
+        transport, store, drawn = self._transport, self._store, end.drawn
         origin = end.origin.as_json(self._plan.schedule_step)
-        about = {**self._about, "moment": end.moment, **origin}
+        about = {**self._about, "version": versions(), "moment": end.moment, **origin}
+        entries: list[dict[str, Any] | None] = []
 
-        def first(step: Callable[[], None]) -> None:
-            all_or_none(transport, lambda: step() if transport.rank == 0 else None)
+        def first(step: Callable[[], None]) -> str:
+            return attempt_all(transport, lambda: step() if transport.rank == 0 else None)[1]
 
-        try:
-            first(lambda: store.begin(drawn))
-            entry = all_or_none(transport, lambda: store.write(drawn, transport.rank, state))
+        problem = first(lambda: store.begin(drawn))
+        if not problem:
+            entry, problem = attempt_all(
+                transport, lambda: store.write(drawn, transport.rank, state)
+            )
+        if not problem:
             entries = gather(transport, entry)
-            first(lambda: store.commit(drawn, entries, about))
-        except UserError:  # at rank 0, when every rank has tried
+            problem = first(lambda: store.commit(drawn, entries, about))
+        if problem and transport.rank == 0:  # when every rank has tried
             store.discard(drawn)
-            raise
+        return problem
 
     # -- resuming ---------------------------------------------------------------------------
     def resume(self, session: Session, lr: LearningRate) -> None:
@@ -378,11 +468,12 @@ class Checkpoints(RunHook):
         may_differ = context.options.allow_resize
         same = (origin.workers, origin.servers) == (context.workers, context.servers)
         if not same and (may_differ or origin.fits(context.servers, context.workers)):
-            with session.uncounted():
+            with session.uncounted(), self._store.explaining():
                 self._resize(session, lr)
         else:
             state = all_or_none(self._transport, lambda: self._load(may_differ))
-            session.restore(state)
+            with self._store.explaining():
+                session.restore(state)
             with session.uncounted():
                 _restore_failed(session, state is None)
         self._saved = session.began_at

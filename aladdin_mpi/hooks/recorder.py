@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from math import floor, isfinite, log10
 from pathlib import Path
 from typing import Any
 
-from aladdin_mpi.errors import UserError
-from aladdin_mpi.process import extras, files
+from aladdin_mpi.errors import DISK_FULL, UserError
+from aladdin_mpi.process import extras, files, guard
 from aladdin_mpi.process.files import append, check_own_folder, write_whole
 
 DIGITS = 9
@@ -55,7 +56,8 @@ TENSORBOARD = "tensorboard"
 class Metrics:
     """A run's lines of metrics, in a file to which several threads append.
 
-    They are also written for TensorBoard, if it is installed.
+    They are also written for TensorBoard, if it is installed. While the disk is full, lines are
+    kept in memory, and TensorBoard's are lost.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -63,13 +65,14 @@ class Metrics:
         self.path = folder / METRICS
         self._lock = threading.Lock()
         self._closed = False
+        self._is_behind = False
         self.lines: list[dict[str, Any]] = []
         self._board: Any = None
 
     def open(self, samples: int) -> None:
         """Continue the file, without lines of an interrupted run after this many samples."""
         self.lines = [line for line in read_metrics(self._folder) if line["samples"] <= samples]
-        write_whole(self.path, "".join(files.written(line) + "\n" for line in self.lines))
+        self._write_all()
         self._board = _open_board(self._folder / TENSORBOARD, samples)
 
     def append(self, kind: str, values: Mapping[str, Any]) -> None:
@@ -79,12 +82,35 @@ class Metrics:
             if self._closed:  # an evaluation that ends after a suspended run
                 return
             self.lines.append(line)
-            append(self.path, files.written(line) + "\n")
-            if self._board is None:
-                return
-            for name, value in values.items():
-                if isinstance(value, (int, float)) and name != "samples":
-                    self._board.add_scalar(f"{kind}/{name}", value, values["samples"])
+            with self._outliving_full_disk():
+                if self._is_behind:
+                    self._write_all()
+                else:
+                    append(self.path, files.written(line) + "\n")
+                self._show(kind, values)
+
+    def _write_all(self) -> None:
+        write_whole(self.path, "".join(files.written(line) + "\n" for line in self.lines))
+        self._is_behind = False
+
+    def _show(self, kind: str, values: Mapping[str, Any]) -> None:
+        """Pass figures to TensorBoard, whose writer raises the errors of earlier calls."""
+        for name, value in values.items() if self._board is not None else ():
+            if isinstance(value, (int, float)) and name != "samples":
+                self._board.add_scalar(f"{kind}/{name}", value, values["samples"])
+
+    @contextmanager
+    def _outliving_full_disk(self) -> Iterator[None]:
+        """Continue after an error of a full disk: write all lines again as soon as possible."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            if not self._is_behind:
+                text = f"{self.path}: {error.strerror}; free space to have all metrics written"
+                guard.warn([text])
+            self._is_behind, self._board = True, None
 
     def has(self, kind: str, samples: int) -> bool:
         """Return whether a line of ``kind`` exists at this number of samples, as after a resume."""
@@ -94,6 +120,8 @@ class Metrics:
         """Flush buffers, and ignore later lines."""
         with self._lock:
             self._closed = True
+            if self._is_behind:
+                self._write_all()
             if self._board is not None:
                 self._board.close()
 

@@ -390,14 +390,16 @@ class Accelerator:
     def wait_for_everyone(self) -> None:
         """Wait for all ranks before the loop, and for all workers in it.
 
-        After the last step, complete the run: the model is then the trained one of all workers.
+        With asynchronous algorithms, whose workers have different numbers of batches, do nothing in
+        the loop. After the last step, complete the run: the model is then the trained one of all
+        workers.
         """
         run = self._training.started
         if run is None:
             self._job.wait()
         elif not run.is_server:
             self._training.complete()
-            if not run.is_over:
+            if not run.is_over and run.algorithm.lockstep:
                 run.reduce(0.0)
 
     @contextmanager

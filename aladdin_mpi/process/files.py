@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,12 @@ def written_whole(path: Path) -> Iterator[Path]:
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file atomically. Raises OSError if it cannot be written."""
     with written_whole(path) as temporary:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        temporary.write_bytes(_utf8(content) if isinstance(content, str) else content)
+
+
+def _utf8(text: str) -> bytes:
+    """Return valid UTF-8, also of paths with bytes that are invalid in the program's locale."""
+    return text.encode(errors="surrogateescape").decode(errors="replace").encode()
 
 
 def write_new(path: Path, content: str) -> None:
@@ -70,6 +75,13 @@ def write_new(path: Path, content: str) -> None:
         temporary.write_text(content, encoding="utf-8")
         _sync(temporary)
         os.link(temporary, path)  # unlike a rename, it fails if the file exists
+
+
+def shown(path: Path) -> Path:
+    """Return an absolute path relative to the current folder, if it is in there."""
+    with suppress(OSError, ValueError):  # the current folder has been deleted, or is another
+        return path.relative_to(Path.cwd())
+    return path
 
 
 def open_own(path: Path, flags: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import errno
 import os
 import signal
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from aladdin_mpi.errors import (
+    DISK_FULL,
     SUSPENDED_STATUS,
     ClosedError,
     ExcludedError,
@@ -61,6 +61,7 @@ def run_guarded(main: Callable[[], int]) -> int:
     """
     install()
     try:
+        check_current_folder()
         return main()
     except BaseException as error:
         end_job(error)
@@ -134,6 +135,16 @@ def _ignore_suspend_signals() -> None:
     for number in SUSPEND_SIGNALS:
         if signal.getsignal(number) is _note:
             signal.signal(number, signal.SIG_IGN)
+
+
+def check_current_folder() -> None:
+    """Raise UserError if the current folder does not exist; MPI and torch would crash."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError(
+            "the current folder has been deleted. Change to an existing one (cd), and start again."
+        ) from None
 
 
 def _is_interactive() -> bool:
@@ -233,7 +244,7 @@ def end_job(error: BaseException) -> None:
         if failed is not None and size > 1 and rank != (1 if failed == 0 else 0):
             time.sleep(YIELD_SECONDS)
         console.say(f"aladdin_mpi: error: {error}{_and_then(AGAIN)}")
-    elif (full := system_error(error)) and full.errno in (errno.ENOSPC, errno.EDQUOT):
+    elif (full := system_error(error)) and full.errno in DISK_FULL:
         console.say(
             f"aladdin_mpi: error{where}: {full}. Free space there, then continue from the last "
             "checkpoint with --resume"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -140,7 +141,11 @@ def agreed_options(
     if agreed is None:
         transport.close()
         raise SystemExit(0)
-    return agreed
+    folders = {"run_dir": agreed.run_dir, "resume": agreed.resume}
+    # The script may change its current folder before the run begins.
+    return agreed.model_copy(
+        update={name: Path(path).absolute() for name, path in folders.items() if path}
+    )
 
 
 def _named(settings: dict[str, Any], module: nn.Module) -> Settings:

@@ -33,6 +33,7 @@ from aladdin_mpi.optimizers.sgd import LearningRate
 from aladdin_mpi.options.algorithms import Algorithm
 from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.process import console, guard
+from aladdin_mpi.process.files import shown
 from aladdin_mpi.run import run_folder
 from aladdin_mpi.run.handshake import check_agreement
 from aladdin_mpi.run.rank import Rank
@@ -75,6 +76,7 @@ class UserTask:
         project: projections that the script applies to parameters after each step.
         whole: segments of the run end at multiples of this number of samples.
         parts: names of the submodules that each batch steps one after another.
+        is_sized: whether the data have a length, which a resumed run must keep.
     """
 
     epoch: int
@@ -92,6 +94,7 @@ class UserTask:
     project: Sequence[Projection] = ()
     whole: int = 1
     parts: Sequence[str] = ()
+    is_sized: bool = True
 
 
 def assemble(
@@ -164,7 +167,9 @@ def _assemble_in(
             log = TrainingLog(metrics, plan, options.progress, options.quiet, takeover is not None)
         user_metrics, standby = UserMetrics(transport), Standby(transport)
         evaluations = Evaluations(context, plan, role, metrics, task.evaluate, skips.pass_on)
-        checkpoints = Checkpoints(context, plan, _described(task), folder.path)
+        checkpoints = Checkpoints(
+            context, plan, _described(task), plan.epoch if task.is_sized else None, folder.path
+        )
         hooks: list[RunHook] = [skips, user_metrics]
         hooks += [log] if log is not None else []
         hooks += [evaluations, standby, checkpoints, Suspension(transport), *others]
@@ -272,5 +277,5 @@ def _fault_tolerance(context: Context) -> str:
 
 def _remedy(run_dir: Path) -> str:
     if CheckpointStore(run_dir).exists:
-        return f"resume with: --resume {run_dir}"
-    return f"no checkpoint exists yet: restart with --overwrite --run-dir {run_dir}"
+        return f"resume with: --resume {shown(run_dir)}"
+    return f"no checkpoint exists yet: restart with --overwrite --run-dir {shown(run_dir)}"

@@ -418,6 +418,7 @@ class DataParallel:
             project=tuple(self._projections),
             whole=prepared.whole,
             parts=self._parts,
+            is_sized=prepared.is_sized,
         )
         runner = self._runner = ElasticRunner(
             self.transport,

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
 
-import aladdin_mpi
 from aladdin_mpi.accelerator import is_accelerator
 from aladdin_mpi.control.exchange import all_or_none, broadcast, gather
 from aladdin_mpi.errors import LostError, UserError
 from aladdin_mpi.options.run import RunOptions, agreed, differences
+from aladdin_mpi.session.context import versions
 from aladdin_mpi.transport.base import Transport
 
 GPU_BUCKET_MB = 16.0
@@ -53,17 +52,12 @@ def check_agreement(
         RefusedError: at the others.
         LostError: at rank 0, every worker has failed.
     """
-    versions = {
-        "aladdin_mpi": aladdin_mpi.__version__,
-        "torch": torch.__version__,
-        "python": ".".join(platform.python_version_tuple()[:2]),
-    }
     mine = json.dumps(
         {
             "option": agreed(options),
             "optimizer": {"groups": optimizer, "state": state},
             "parameter": {str(i): described for i, described in enumerate(parameters)},
-            "version": versions,
+            "version": versions(),
         }
     )
     first = broadcast(transport, mine)

@@ -185,6 +185,7 @@ def start_mpi(timeout: float) -> None:
             'the main file. Put the training code under if __name__ == "__main__":, or use '
             "--loader-start-method fork."
         )
+    guard.check_current_folder()
     startup.begin()
     startup.expect(startup.MPI_STARTS, timeout, startup.MEETING_LEAST)
     from aladdin_mpi.transport.mpi import world  # noqa: F401

@@ -18,6 +18,7 @@ from aladdin_mpi.hooks.training_log import TrainingLog
 from aladdin_mpi.hooks.user_metrics import UserMetrics
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.process import console, guard
+from aladdin_mpi.process.files import shown
 from aladdin_mpi.run.run_folder import OpenFolder
 from aladdin_mpi.run.summary import summarise
 from aladdin_mpi.session.context import Context, collect_model, warn_of_differences
@@ -70,7 +71,7 @@ class Rank:
         session = self.session
         session.end(RunEnd.SUSPENDED)
         name = signal.Signals(session.suspended).name
-        self._print(f"stopped by {name}", f"resume with: --resume {self.folder.path}")
+        self._print(f"stopped by {name}", f"resume with: --resume {shown(self.folder.path)}")
         self._release()
         self.context.transport.close(SUSPENDED_STATUS)
 

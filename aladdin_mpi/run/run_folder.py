@@ -160,16 +160,35 @@ def open_for(transport: Transport, options: RunOptions) -> OpenFolder:
     first, given = transport.rank == 0, options.resume or options.run_dir
     if given is None:
         given = all_or_none(transport, lambda: make_new(options) if first else None)
-    folder = Path(broadcast(transport, str(given)))  # a script may put the time into the name
+    # A script may put the time into the name, and change its current folder later.
+    folder = Path(broadcast(transport, str(given))).absolute()
 
     def lock_folder() -> RunLock | None:
         if not first:
             return None
-        return prepare(folder, options) if options.resume is None else take(folder)
+        _check_name(folder)
+        if options.resume is None:
+            return prepare(folder, options)
+        if not os.access(folder, os.W_OK):
+            raise UserError(
+                f"--resume: {folder} is read-only, or another user's. Make it writable, or resume "
+                "a copy of it."
+            )
+        return take(folder)
 
     lock = all_or_none(transport, lock_folder)
     all_or_none(transport, lambda: _check_visible(folder))
     return OpenFolder(folder, lock)
+
+
+def _check_name(folder: Path) -> None:
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError:
+        raise UserError(
+            f"--run-dir: expected a path in UTF-8, got {str(folder)!r}. Rename the folder, or set "
+            "LC_ALL=C.UTF-8 if its name is in UTF-8."
+        ) from None
 
 
 def _check_visible(folder: Path) -> None:

@@ -19,7 +19,7 @@ from aladdin_mpi.hooks.training_log import TrainingLog
 from aladdin_mpi.hooks.user_metrics import UserMetrics
 from aladdin_mpi.options.run import SUMMARY
 from aladdin_mpi.process import console, files
-from aladdin_mpi.process.files import write_whole, written_whole
+from aladdin_mpi.process.files import shown, write_whole, written_whole
 from aladdin_mpi.run.report import CURVES, draw_curves, table
 from aladdin_mpi.run.run_folder import MODEL
 from aladdin_mpi.session.context import Context
@@ -94,8 +94,8 @@ def summarise(
     title = "{algorithm}, {model} on {dataset}, {workers} workers".format(**summary)
     draw_curves(log.metrics.lines, folder / CURVES, title, summary["failures"])
     if not context.options.quiet:
-        shown = table(summary, {**measured, **means.last})
-        console.say(f"{shown}\n  results in {folder}", sys.stdout)
+        lines = table(summary, {**measured, **means.last})
+        console.say(f"{lines}\n  results in {shown(folder)}", sys.stdout)
     return summary
 
 

@@ -31,12 +31,14 @@ class TrainingData:
         feed: None if only the number of samples is used.
         whole: segments of the run end at multiples of this number of samples, so that no batch is
             cut.
+        is_sized: whether the data have a length.
     """
 
     options: RunOptions
     length: int
     feed: Feed | None
     whole: int = 1
+    is_sized: bool = True
 
     def facts(self, is_server: bool) -> dict[str, Any]:
         """Return the facts in which all ranks' data must agree; a server reads no data."""
@@ -92,12 +94,13 @@ def prepare(
         UserError: the data cannot be distributed, or options differ from those of a DataLoader.
     """
     if options.compute == "timed" and isinstance(data, int):
-        return TrainingData(options, data, None)
+        return TrainingData(options, data, None, is_sized=False)
     if not is_custom_loop:
         return TrainingData(options, len(data), SampleFeed(data, pairs=True))
     feed = feed_of(data, sharded, options.batch_size)
     options = options.model_copy(update=_decided(feed, given))
     length = feed.length(options.batch_size, origin.first_workers)
+    is_sized = length is not None
     if length is None:
         length = samples_of(options, None, origin.first_workers)
     if length is None:
@@ -113,7 +116,8 @@ def prepare(
             f"training loop: expected data with at least one sample, got {type(data).__name__} "
             "of none; check what it is made of"
         )
-    return TrainingData(options, length, feed, round_size if feed.has_whole_batches else 1)
+    whole = round_size if feed.has_whole_batches else 1
+    return TrainingData(options, length, feed, whole, is_sized)
 
 
 def _check_rounds(options: RunOptions, length: int, workers: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+import aladdin_mpi
 from aladdin_mpi.algorithms.registry import implementation
 from aladdin_mpi.control.exchange import all_or_none, allreduce_tensor, broadcast_tensor, gather
 from aladdin_mpi.errors import UserError
@@ -29,6 +31,15 @@ from aladdin_mpi.transport.base import Transport, once, surviving_ranks
 from aladdin_mpi.transport.group import PartOfRanks
 from aladdin_mpi.worker.node import host_groups
 from aladdin_mpi.worker.role import Role
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that all ranks must share, by name."""
+    return {
+        "aladdin_mpi": aladdin_mpi.__version__,
+        "torch": torch.__version__,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+    }
 
 
 @dataclass(frozen=True)

@@ -355,7 +355,7 @@ def test_figures_are_gathered_in_training_but_not_in_evaluation(tmp_path: Path) 
             figures["padded"] = accelerator.pad_across_processes(labels)
         return figures
 
-    for algorithm, ranks in (("ar-sgd", 2), ("aladdin", 3)):
+    for algorithm, ranks in (("ar-sgd", 2), ("bsp", 3)):
         for number, figures in enumerate(simulated(tmp_path, algorithm, ranks, script)):
             assert (figures["len"], figures["count"].item()) == (3, SAMPLES)
             assert torch.equal(figures["labels"], DATA.tensors[1])
@@ -516,14 +516,14 @@ def test_suspended_run_leaves_the_loop_at_once(tmp_path: Path) -> None:
 @LONG
 def test_endless_loop_ends_in_simulation(tmp_path: Path) -> None:
     program = PROGRAMS / "accelerate_library.py"
-    completed = simulate(None, program, "--workers", 2, "--", "aladdin-ahead", tmp_path)
+    completed = simulate(None, program, "--workers", 2, "--", "bsp", tmp_path)
     assert len(re.findall(r"^end [01] 12 ", completed.stdout, re.M)) == 2
 
 
 @needs("openmpi")
 def test_endless_loop_ends_over_mpi_without_end_training(tmp_path: Path) -> None:
     """Before the loop ranks wait for the main process; the program ends with its last step."""
-    completed = run_program(PROGRAMS / "accelerate_library.py", 3, "aladdin-ahead", tmp_path)
+    completed = run_program(PROGRAMS / "accelerate_library.py", 3, "bsp", tmp_path)
     assert completed.stdout.count("once before") == 1
     ends = sorted(re.findall(r"^end (\d) (\d+) (\S+)$", completed.stdout, re.M))
     assert [end[:2] for end in ends] == [("0", "12"), ("1", "12")]

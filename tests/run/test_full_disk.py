@@ -1,4 +1,4 @@
-"""A full disk ends the run with an error, and the last checkpoint stays unchanged."""
+"""Training outlives a full disk, except at its end; the last checkpoint stays unchanged."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from torch import Tensor, nn
 
-from tests.commands import checkpoint, refusal, train
+from aladdin_mpi.hooks.recorder import Metrics, read_metrics
+from aladdin_mpi.run.data_parallel import DataParallel
+from tests import loop_lab
+from tests.commands import checkpoint, leftovers, metrics, refusal, rises, simulate, train
+from tests.messages import check_names
 
 
 def _mount(folder: Path, size: int, *more: str) -> bool:
@@ -33,6 +39,64 @@ def _parts(run_dir: Path) -> list[bytes]:
     return [path.read_bytes() for path in sorted(checkpoint(run_dir).iterdir())]
 
 
+def _fill(path: Path) -> None:
+    with suppress(OSError), path.open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+
+
+def test_training_continues_while_the_disk_is_full(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint is due every 6 steps, and a line of metrics with every step."""
+    assert _mount(disk, 2_000_000, "remount")
+    run_dir, filler, taken = disk / "run", disk / "filler", []
+
+    def step(run: DataParallel, model: nn.Module, inputs: Tensor, labels: Tensor) -> None:
+        loop_lab.plain(run, model, inputs, labels)
+        taken.append(len(labels))
+        if len(taken) == 8:
+            taken_parts.extend(_parts(run_dir))
+            _fill(filler)
+        if len(taken) == 20:
+            assert checkpoint(run_dir).name == "samples-000000000024"
+            assert _parts(run_dir) == taken_parts
+            filler.unlink()
+
+    taken_parts: list[bytes] = []
+    loop_lab.train(run_dir, "bsp", step, samples=144, checkpoint_every=24, log_every=4)
+    printed = capsys.readouterr().err
+    assert printed.count("cannot write it to") == 2, printed
+    assert "No space left on device" in printed
+    assert checkpoint(run_dir).name == "samples-000000000144"
+    lines = metrics(run_dir, "train")
+    assert rises(lines)
+    assert lines[-1]["samples"] == 144
+    assert {48, 60, 72} <= {line["samples"] for line in lines}  # while the disk was full
+    assert not leftovers(run_dir)
+
+
+@pytest.mark.parametrize("frees_before", ["line", "close"])
+def test_metrics_are_completed_when_space_is_free(
+    disk: Path, capsys: pytest.CaptureFixture[str], frees_before: str
+) -> None:
+    assert _mount(disk, 2_000_000, "remount")
+    recorder = Metrics(disk)
+    recorder.open(0)
+    _fill(disk / "filler")
+    for samples in range(40):
+        recorder.append("train", {"samples": samples, "a long name" * 40: 1.0})
+    assert capsys.readouterr().err.count("No space left on device") == 1
+    assert len(read_metrics(disk)) < 40
+    (disk / "filler").unlink()
+    if frees_before == "line":
+        recorder.append("train", {"samples": 40})
+        assert len(metrics(disk)) == 41
+    recorder.close()
+    assert [line["samples"] for line in metrics(disk)[:40]] == list(range(40))
+    assert not leftovers(disk)
+
+
 def test_full_disk_ends_the_run_and_keeps_the_last_checkpoint(disk: Path) -> None:
     run_dir = disk / "run"
     train(3, run_dir, "--epochs", 1, "--device", "cpu", "--quiet")
@@ -48,3 +112,11 @@ def test_full_disk_ends_the_run_and_keeps_the_last_checkpoint(disk: Path) -> Non
     assert f"--resume {run_dir}" in message
     assert [path.name for path in last.parent.iterdir()] == [last.name]
     assert _parts(run_dir) == before
+
+
+def test_resume_refuses_a_read_only_run_folder(disk: Path) -> None:
+    run_dir = disk / "run"
+    simulate(run_dir, "--workers", 1, "--samples", 64)
+    assert _mount(disk, 50_000_000, "remount", "ro")
+    completed = simulate(None, "--resume", run_dir, "--samples", 128, check=False)
+    check_names(refusal(completed), "--resume", str(run_dir), "read-only")

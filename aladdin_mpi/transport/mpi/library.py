@@ -19,6 +19,9 @@ if SURVIVES:
     mpi4py.rc.finalize = False
 
 
+if "HOME" not in os.environ:  # without it, MPI_Init of Open MPI fails
+    os.environ["HOME"] = os.path.expanduser("~").replace("~", "/")  # "~": an unknown user
+
 TCP_FLAGS = "OMPI_MCA_btl_tcp_flags"
 IN_PIECES = "send,inplace,need-ack,need-csum,hetero-rdma"
 """Open MPI's default without "put", which writes all of a long message but its start into a
