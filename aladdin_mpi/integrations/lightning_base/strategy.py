@@ -89,8 +89,7 @@ class RunStrategy(Base):
         self._settings = settings
         self._job = job = find_job(settings)
         self.world_size = job.workers
-        number = job.rank - job.servers
-        self.global_rank = number if number >= 0 else job.workers + job.rank
+        self.global_rank = job.index
         self.local_rank = list(job.hosts[: job.rank]).count(job.host)
         self.node_rank = job.host
         rank_zero_only.rank = self.global_rank
