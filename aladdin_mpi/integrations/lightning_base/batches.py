@@ -60,7 +60,7 @@ def first_batches(loader: Any, count: int) -> Any:
     return DataLoader(loader.dataset, **how)
 
 
-class TrainingLoader:
+class RunLoader:
     """A training loader, of which Lightning's loops see the run's epochs.
 
     Its length is that of the given loader: the batches of all workers together.

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import Metric
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.integrations.lightning_base.batches import RunEpochs, TrainingLoader, first_batches
+from aladdin_mpi.integrations.lightning_base.batches import RunEpochs, RunLoader, first_batches
 from aladdin_mpi.integrations.lightning_base.checks import (
     changes_gradients,
     check_settings,
@@ -149,7 +149,7 @@ class RunStrategy(Base):
         """Begin ``fit()``, or another of the Trainer's functions, with ``model``."""
         super().connect(model)
         self._is_setting_up = self._trainer.state.fn == "fit"
-        self._loader: TrainingLoader | None = None
+        self._loader: RunLoader | None = None
         if self._is_setting_up:
             model.log = partial(_log, weakref.ref(self), weakref.ref(model))
 
@@ -174,7 +174,7 @@ class RunStrategy(Base):
                 "AladdinStrategy: expected one training loader, got several; put their data into "
                 "one data set"
             )
-        self._loader = TrainingLoader(dataloader, self._batches_of(dataloader), self._batches)
+        self._loader = RunLoader(dataloader, self._batches_of(dataloader), self._batches)
         return self._loader
 
     def _batches_of(self, loader: Any) -> int:
