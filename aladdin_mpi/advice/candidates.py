@@ -22,6 +22,8 @@ BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}
 """Bytes of a value on the wire."""
 CHOOSES_WIRE = ("aladdin-ahead", "aladdin-local")
 """Algorithms that choose the precision of each message themselves."""
+GOSSIP = ("ad-psgd", "gosgd")
+"""Algorithms that send a model to one other worker at a time, and more rarely over slow links."""
 ADAPTIVE = ("aladdin", *CHOOSES_WIRE)
 """Algorithms that send less over slower links instead of waiting, and so learn less per sample."""
 ROUNDS = (8, 16, 32, 64)
@@ -266,10 +268,13 @@ def _with(candidate: Candidate, **options: Any) -> Candidate:
 def link_steps(candidate: Candidate, on: ClusterTraits) -> float:
     """Return the steps that the busiest link takes for an fp32 gradient of every worker.
 
-    Gradients are sent to the candidate's servers, or in a ring of all workers.
+    Gradients are sent to the candidate's servers, to another worker, or in a ring of all workers.
     """
     if candidate.servers:
         seconds = max(max(arriving, leaving) for arriving, leaving in _crossings(candidate, on))
+    elif candidate.algorithm in GOSSIP and on.hosts > 1:
+        each = zip(on.on_host, on.links, strict=True)
+        seconds = on.megabytes * 1e6 * max(workers / link for workers, link in each)
     else:
         ring = 2 * (on.workers - 1) / on.workers if on.hosts > 1 else 0.0
         seconds = ring * on.megabytes * 1e6 / min(on.links)

@@ -22,6 +22,7 @@ from aladdin_mpi.advice.candidates import (
     ADAPTIVE,
     BYTES,
     CHOOSES_WIRE,
+    GOSSIP,
     Candidate,
     ClusterTraits,
     ground,
@@ -127,7 +128,8 @@ def efficiency(candidate: Candidate, on: ClusterTraits) -> SampleEfficiency:
     workers = on.hosts if candidate.has_nodes else on.workers
     known = measured(candidate.algorithm, workers)
     rows = slow_links().get(setting(candidate))
-    if known == UNMEASURED and not rows and link_steps(candidate, on) > 1:
+    is_unmeasured = known == UNMEASURED or candidate.algorithm in GOSSIP
+    if is_unmeasured and not rows and link_steps(candidate, on) > 1:
         return UNMEASURED_SLOW
     number = _number(candidate, on)
     if not rows or (not number and candidate.algorithm in table()):

@@ -190,6 +190,9 @@ def test_sample_efficiency_over_slow_links_is_that_of_the_setting() -> None:
     adsp = Candidate("adsp", 4, True)
     assert learning.efficiency(adsp, fast) == learning.UNMEASURED
     assert learning.efficiency(adsp, slow) == learning.UNMEASURED_SLOW
+    gossip = Candidate("ad-psgd", 0, False)
+    assert learning.efficiency(gossip, fast) == learning.measured("ad-psgd", 8)
+    assert learning.efficiency(gossip, slow) == learning.UNMEASURED_SLOW
 
 
 def test_sample_efficiency_over_slow_links_is_an_estimate_for_other_numbers_of_workers() -> None:
