@@ -156,7 +156,7 @@ class Accelerator:
         if name.startswith("__"):
             raise AttributeError(name)
         remedy = REMEDIES.get(
-            name, "docs/your-script.md lists what exists; accelerator.run is the DataParallel."
+            name, "docs/accelerate.md lists what exists; accelerator.run is the DataParallel."
         )
         raise UserError(f"accelerator.{name} does not exist in aladdin_mpi.Accelerator. {remedy}")
 
