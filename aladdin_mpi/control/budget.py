@@ -21,8 +21,8 @@ from aladdin_mpi.transport.base import Request, Transport, numbers_of
 
 MOST_AHEAD = 32
 """Largest number of leases that a worker requests ahead."""
-STOP, CLOSE = -0.5, -0.25
-"""Replace a number of samples: end the run, with or without its results."""
+STOP, CLOSE, PAUSE = -0.5, -0.25, -0.125
+"""Replace a number of samples: end the run, with or without its results; end the segment."""
 
 
 FIRST_EXPONENT, LARGEST_EXPONENT = 16, 24
@@ -174,6 +174,8 @@ class Budget:
         elif want == CLOSE:
             self.closed_by = source
             self.stop()
+        elif want == PAUSE:
+            self.stop()
         elif want < 0:
             before, self.drawn = self.drawn, max(self.drawn, min(int(-want), self.total))
             self.passed_over += self.drawn - before
@@ -319,6 +321,10 @@ class SampleClient:
     def close_run(self) -> None:
         """Request the end of the run without results: no more samples are granted."""
         self._send(CLOSE, WorkerReport())
+
+    def end_segment(self) -> None:
+        """Request the end of the segment: no more samples are granted before the next one."""
+        self._send(PAUSE, WorkerReport())
 
     def pass_over(self, samples: int) -> None:
         """Request that samples before number ``samples`` are not granted any more."""

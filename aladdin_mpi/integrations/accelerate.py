@@ -44,7 +44,7 @@ from aladdin_mpi.integrations.training import (
     Training,
 )
 from aladdin_mpi.options.general import LENGTHS
-from aladdin_mpi.process import console, guard
+from aladdin_mpi.process import console, extras, guard
 from aladdin_mpi.run.data_parallel import DataParallel
 from aladdin_mpi.run.job import find_job
 
@@ -53,7 +53,7 @@ DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 NO_ARGUMENTS = (
     *("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin"),
     *("torch_tp_plugin", "parallelism_config", "dynamo_backend", "dynamo_plugin"),
-    *("rng_types", "log_with"),
+    "rng_types",
 )
 """Arguments of accelerate that must be None."""
 NO_EFFECT = ("DistributedDataParallelKwargs", "InitProcessGroupKwargs")
@@ -63,9 +63,7 @@ CHECKPOINTS = (
     'resume="auto" to Accelerator.'
 )
 REMEDIES = {
-    **dict.fromkeys(("save_state", "load_state", "skip_first_batches"), CHECKPOINTS),
-    **dict.fromkeys(("register_for_checkpointing", "save_iteration"), CHECKPOINTS),
-    "get_tracker": "accelerator.log() writes to the metrics of the run.",
+    "save_iteration": CHECKPOINTS,
     "split_between_processes": "Take every n-th item by process_index and num_processes.",
     "clip_grad_value_": "Use clip_grad_norm_.",
     "save_model": "Save get_state_dict(model) with accelerator.save.",
@@ -110,6 +108,7 @@ class Accelerator:
         kwargs_handlers: Iterable[Any] | None = None,
         project_dir: str | Path | None = None,
         project_config: Any = None,
+        log_with: Any = None,
         **settings: Any,
     ) -> None:
         if mixed_precision is None:
@@ -141,7 +140,9 @@ class Accelerator:
         self.split_batches = split_batches or getattr(dataloader_config, "split_batches", False)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.project_dir = getattr(project_config, "project_dir", None) or project_dir
-        self.trackers: tuple[()] = ()
+        self.logging_dir = getattr(project_config, "logging_dir", None) or self.project_dir
+        self.log_with = log_with
+        self.trackers: list[Any] = []
         self.scaler = None  # the run scales losses by itself
         self._clip = settings.get("clip")
         self._warned = self._is_triggered = False
@@ -220,7 +221,37 @@ class Accelerator:
             )
 
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
-        """Do nothing: :meth:`log` writes to the metrics of the run."""
+        """Start the trackers of ``log_with`` on the main process; requires ``accelerate``.
+
+        Raises:
+            UserError: ``accelerate`` is not installed, or it has no such tracker.
+        """
+        if self.log_with is None or not self.is_main_process:
+            return
+        extras.need("accelerate", "Accelerator(log_with=)")
+        from aladdin_mpi.integrations.trackers import make_trackers
+
+        where = self.logging_dir, self.device, project_name
+        self.trackers = make_trackers(self.log_with, *where, config, init_kwargs)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Return a tracker by its name; elsewhere than on the main process one without effect.
+
+        Raises:
+            UserError: there is none of this name.
+        """
+        if not self.is_main_process:
+            extras.need("accelerate", "accelerator.get_tracker")
+            from aladdin_mpi.integrations.trackers import blank
+
+            return blank()
+        for tracker in self.trackers:
+            if tracker.name == name:
+                return tracker.tracker if unwrap else tracker
+        raise UserError(
+            f"accelerator.get_tracker: {name!r} was not started. Pass it as log_with, and call "
+            "init_trackers()."
+        )
 
     # -- in the loop --------------------------------------------------------------------------
     def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:
@@ -519,17 +550,19 @@ class Accelerator:
     def log(
         self, values: dict[str, float], step: int | None = None, log_kwargs: Any = None
     ) -> None:
-        """Add figures to the run's metrics, averaged over the workers.
+        """Add figures to the run's metrics, averaged over the workers, and to the trackers.
 
-        ``step`` is ignored, as the run counts its samples; names of the run's own metrics, such as
-        ``loss``, are left out. After the end of the run, a warning is printed instead.
+        The run's metrics ignore ``step``, as they count samples, and omit names of their own, such
+        as ``loss``. Without trackers, a warning is printed after the end of the run.
         """
+        for tracker in self.trackers:
+            tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
         run = self._training.begun("log")
         if run.is_server:
             return
         if not run.is_over:
             run.log(**{name: value for name, value in values.items() if name not in TAKEN})
-        elif not self._warned and self.is_main_process:
+        elif not (self._warned or self.trackers) and self.is_main_process:
             self._warned = True
             guard.warn(["accelerator.log was called after the end of the run, without effect"])
 
@@ -537,6 +570,87 @@ class Accelerator:
         """Return ``model`` unchanged: models are not wrapped."""
         return model
 
+    # -- checkpoints ------------------------------------------------------------------------------
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save the ``state_dict()`` of objects, as of the last step, in the run's checkpoints.
+
+        It may contain tensors, numbers, strings, lists and dicts. Models, optimizers and schedulers
+        that were prepared are saved anyway.
+
+        Raises:
+            UserError: an object has no state.
+        """
+        for each in objects:
+            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+                raise UserError(
+                    "accelerator.register_for_checkpointing: expected objects with state_dict() "
+                    f"and load_state_dict(), got {type(each).__name__}; leave it out"
+                )
+        self._training.states.objects += objects
+
+    def save_state(
+        self, output_dir: str | Path | None = None, safe_serialization: bool = True, **how: Any
+    ) -> str:
+        """Request a checkpoint of the run, which :meth:`load_state` finds by ``output_dir``.
+
+        It is written into the run folder (``run_dir``), which contains the last one only, as soon
+        as the workers have computed the batches granted so far. Every process has to call this.
+
+        Args:
+            output_dir: folder for a file that names the checkpoint; by default ``project_dir``.
+            safe_serialization: ignored.
+            how: ignored.
+
+        Returns:
+            the folder.
+
+        Raises:
+            UserError: no folder, or the run has none.
+        """
+        folder = self._state_folder("save_state", output_dir)
+        run = self._training.begun("save_state")
+        if not run.is_server:
+            self._training.states.save(run, folder)
+        return str(folder)
+
+    def load_state(self, input_dir: str | Path | None = None, **how: Any) -> None:
+        """Resume the run from the state that was saved last, in ``input_dir``.
+
+        Call it before the loop. The run continues at the sample, so that the loop's first epoch is
+        the rest of the one in which the state was saved.
+
+        Raises:
+            UserError: the loop has begun, or the folder has no state, or another than the last.
+        """
+        if self._training.started is not None:
+            raise UserError(
+                "accelerator.load_state was called after the loop began. Call it before the loop."
+            )
+        folder = self._state_folder("load_state", input_dir)
+        self._training.settings["resume"] = self._training.states.load(folder)
+
+    def _state_folder(self, name: str, given: str | Path | None) -> Path:
+        folder = given or self.project_dir
+        if folder is None:
+            raise UserError(
+                f"accelerator.{name} requires a folder. Pass it, or project_dir= to Accelerator."
+            )
+        return Path(folder)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Return ``dataloader`` unchanged after :meth:`load_state`, as the run has skipped them.
+
+        Raises:
+            UserError: the state of the run was not loaded.
+        """
+        if num_batches and not self._training.states.is_loaded:
+            raise UserError(
+                "accelerator.skip_first_batches requires a state loaded by load_state(). Skip "
+                "batches in the loop, with continue before backward()."
+            )
+        return dataloader
+
+    # -- models -----------------------------------------------------------------------------------
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the state of ``model``; after the last step, that of all workers' model."""
         return model.state_dict()
@@ -558,6 +672,8 @@ class Accelerator:
     def end_training(self) -> None:
         """End the run, for all workers if the loop was left before its last epoch."""
         self._training.end()
+        for tracker in self.trackers:
+            tracker.finish()
 
 
 def _refuse_arguments(

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.gradients import Hooks
+from aladdin_mpi.integrations.saved_states import SavedStates
 from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.run.data_parallel import DataParallel
 from aladdin_mpi.run.job import Job
@@ -33,6 +34,7 @@ class Training:
         accumulates: the step's batches are marked by ``accelerator.accumulate()``.
 
     Attributes:
+        states: saved and loaded by the script.
         is_evaluating: the latest batch was of data other than the training data.
         is_marked: ``accelerator.accumulate()`` was called for this batch.
     """
@@ -48,6 +50,7 @@ class Training:
         self.loader: TrainingLoader | None = None
         self.is_evaluating = self.is_marked = False
         self.started: DataParallel | None = None
+        self.states = SavedStates()
         self._split_batches = split_batches
         self._accumulates = accumulates
         self._accumulate = int(settings.get("accumulate", 1))
@@ -203,6 +206,8 @@ class Training:
 
     def _take_step(self) -> None:
         loss, self._loss = self._loss, None
+        if self.states.objects:
+            self.states.note(self.run)
         self.run.step(loss)
 
     def step_scheduler(self) -> None:
@@ -266,6 +271,9 @@ class TrainingLoader:
         if self._epochs is None:
             self._epochs = run.epochs(self.loader)
             self._epoch = next(self._epochs, None)
+            self._training.states.restore(run)
+            if self._training.states.is_loaded and self._epoch is not None:
+                self._requested = int(self._epoch)  # the script skips the epochs before
         number, self._requested = self._requested, self._requested + 1
         if number >= run.epoch_count:
             self._refuse(run)

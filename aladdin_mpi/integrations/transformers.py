@@ -39,9 +39,10 @@ for _library in ("transformers", "accelerate"):
     extras.need(_library, __name__)
 
 import transformers  # noqa: E402
-from accelerate.state import AcceleratorState, PartialState  # noqa: E402
 from transformers.trainer_callback import ExportableState, TrainerState  # noqa: E402
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint  # noqa: E402
+
+from aladdin_mpi.integrations.single_process import single_process  # noqa: E402
 
 RUN = "run"
 """Name of the run folder, in ``output_dir``."""
@@ -152,7 +153,7 @@ class TrainingArguments(transformers.TrainingArguments):
         """Return this rank's device; ``transformers`` has no public hook for its choice."""
         wanted = "cpu" if self.use_cpu else self._options.get("device", "auto")
         device = self._job.device(wanted)
-        self.distributed_state = _single_process(device)
+        self.distributed_state = single_process(device)
         self._n_gpu = int(device.type != "cpu")
         return device
 
@@ -207,26 +208,6 @@ def _check_options(options: Any) -> None:
                 f"TrainingArguments: run_options: {name} follows from {owner}. Leave it out, and "
                 f"set {owner}."
             )
-
-
-def _single_process(device: torch.device) -> PartialState:
-    """Return accelerate's state of a process that trains alone on ``device``.
-
-    Otherwise accelerate would take the launcher's variables for those of ``torch.distributed``.
-    """
-    changed = {"ACCELERATE_TORCH_DEVICE": str(device), "LOCAL_RANK": "-1"}
-    before = {name: os.environ.get(name) for name in changed}
-    # As transformers does; accelerate has no public method for a new state.
-    AcceleratorState._reset_state(reset_partial_state=True)
-    os.environ.update(changed)
-    try:
-        return PartialState()
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 # -- steps and their data -------------------------------------------------------------------------

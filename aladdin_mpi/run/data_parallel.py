@@ -703,6 +703,19 @@ class DataParallel:
             with self._loop.local():
                 yield
 
+    def checkpoint(self) -> None:
+        """Request a checkpoint of the run, in addition to those of ``checkpoint_every``.
+
+        It is written once the workers have computed the samples that were granted so far, during
+        later calls of :meth:`step`. Only the first worker's call has an effect.
+
+        Raises:
+            UserError: the loop has not begun.
+        """
+        worker = self._ready().worker
+        if self.is_first:
+            worker.end_segment()
+
     def stop(self) -> None:
         """End the run early: no more samples are granted to any worker.
 

@@ -351,6 +351,10 @@ class Worker(Stateful):
         """Request the end of the run."""
         self._draws.stop()
 
+    def end_segment(self) -> None:
+        """Request the end of the segment, and so a checkpoint."""
+        self._draws.end_segment()
+
     def close_run(self) -> None:
         """Request the end of the run without its results."""
         self._draws.close_run()

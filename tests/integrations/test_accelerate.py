@@ -18,13 +18,14 @@ import accelerate
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from aladdin_mpi import Accelerator
-from aladdin_mpi.errors import SUSPENDED_STATUS, UserError
+from aladdin_mpi.errors import SUSPENDED_STATUS, ClosedError, UserError
 from aladdin_mpi.integrations import accelerate as replacement
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 from tests.commands import metrics, simulate, summary
@@ -52,9 +53,7 @@ def simulated(folder: Path, algorithm: str, ranks: int, script: Script, **settin
             algorithm=algorithm,
             compute_time=0.01,
             quiet=True,
-            run_dir=folder / algorithm,
-            overwrite=True,
-            **{**length, **settings},
+            **{"run_dir": folder / algorithm, "overwrite": True, **length, **settings},
         )
         result = script(accelerator)
         accelerator.end_training()
@@ -399,7 +398,7 @@ def test_decorators_and_first_blocks_select_processes(tmp_path: Path) -> None:
     [
         ({}, r"^Accelerator requires the length .*epochs="),
         ({"mixed_precision": "fp8", "epochs": 1}, r"^mixed_precision: .*'fp8'"),
-        ({"log_with": "wandb", "epochs": 1}, r"^log_with is not supported"),
+        ({"rng_types": ["torch"], "epochs": 1}, r"^rng_types is not supported"),
         ({"device_placement": False, "epochs": 1}, r"^device_placement=False "),
         (
             {"kwargs_handlers": [accelerate.utils.AutocastKwargs()], "epochs": 1},
@@ -444,6 +443,88 @@ def clip_part(accelerator: Any) -> None:
         optimizer.step()
 
 
+def tracked(accelerator: Any) -> Any:
+    model, optimizer, loader = accelerator.prepare(*parts())
+    accelerator.init_trackers("digits", config={"lr": 0.1})
+    for step, (inputs, labels) in enumerate(loader):
+        accelerator.backward(functional.cross_entropy(model(inputs), labels))
+        optimizer.step()
+        accelerator.log({"figure": float(step)}, step=step)
+    tracker = accelerator.get_tracker("tensorboard", unwrap=accelerator.is_main_process)
+    return type(tracker).__name__
+
+
+def test_trackers_of_accelerate_log_on_the_first_worker(tmp_path: Path) -> None:
+    how: Any = {"log_with": "tensorboard", "project_dir": tmp_path / "logs", "epochs": 1}
+    assert simulated(tmp_path, "ar-sgd", 2, tracked, **how) == ["SummaryWriter", "GeneralTracker"]
+    events = EventAccumulator(str(tmp_path / "logs" / "digits")).Reload()
+    figures = [(each.step, each.value) for each in events.Scalars("figure")]
+    assert figures == [(step, step) for step in range(SAMPLES // 2 // 4)]
+    for name, message in (("wandb", "wandb is not installed"), ("none", "log_with: .*none")):
+        with pytest.raises(UserError, match=message):
+            simulated(tmp_path, "ar-sgd", 2, tracked, **{**how, "log_with": name})
+
+
+class Counter:
+    """An object of the script with a state."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+SAVED_AFTER = 5
+"""Steps of a worker in the second epoch after which the state is saved."""
+
+
+def saving(
+    accelerator: Any, folder: Path | None, loads: bool = False, ends: bool = False
+) -> tuple[torch.Tensor, int]:
+    """Save states as scripts for accelerate do, and resume from one of them."""
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    model, optimizer, loader = accelerator.prepare(*parts())
+    place = folder or Path("state")
+    if loads:
+        accelerator.load_state(place / "later")
+    for epoch in range(int(loads), EPOCHS):
+        batches = accelerator.skip_first_batches(loader, SAVED_AFTER) if loads else loader
+        for step, (inputs, labels) in enumerate(batches):
+            accelerator.backward(functional.cross_entropy(model(inputs), labels))
+            counter.count += 1
+            optimizer.step()
+            if not loads and step == SAVED_AFTER:
+                accelerator.save_state(place / ("later" if epoch else "earlier"))
+            if ends and epoch and step == SAVED_AFTER + 3:
+                accelerator.run.close()
+                return values(model), counter.count
+    accelerator.wait_for_everyone()
+    return values(model), counter.count
+
+
+def test_run_continues_from_the_state_saved_last(tmp_path: Path) -> None:
+    def run(name: str, **how: Any) -> Any:
+        settings = {"overwrite": "loads" not in how}
+        script = partial(saving, folder=tmp_path / name, **how)
+        return simulated(tmp_path / name, "ar-sgd", 2, script, **settings)
+
+    (whole, count), _ = run("whole")
+    with pytest.raises((UserError, ClosedError), match="closed"):
+        run("interrupted", ends=True)
+    (resumed, resumed_count), _ = run("interrupted", loads=True)
+    assert torch.equal(resumed, whole)
+    assert resumed_count == count
+    (tmp_path / "whole" / "later").rename(tmp_path / "whole" / "last")
+    (tmp_path / "whole" / "earlier").rename(tmp_path / "whole" / "later")
+    with pytest.raises(UserError, match=r"load_state: expected state 1 .*got state 2"):
+        run("whole", loads=True)
+
+
 # Errors abandon the loops of all simulated ranks.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
@@ -462,8 +543,12 @@ def clip_part(accelerator: Any) -> None:
         (clip_part, {}, r"clip_grad_norm_: .*all trained"),
         (together, {"clip": 0.5}, r"max_norm 1\.0 .*clip=0\.5"),
         (together, {"split_batches": True, "batch": 3}, r"batch"),
-        (lambda a: a.save_state("x"), {}, r"^accelerator\.save_state .*run_dir="),
-        (lambda a: a.register_for_checkpointing(0), {}, r"\.register_for_checkpointing .*resume="),
+        (lambda a: a.save_state("x"), {}, r"^accelerator\.save_state .*before the loop"),
+        (lambda a: a.load_state("x"), {}, r"^accelerator\.load_state: x has no state"),
+        (lambda a: a.load_state(), {}, r"^accelerator\.load_state requires a folder"),
+        (lambda a: a.skip_first_batches([], 1), {}, r"skip_first_batches requires .*load_state"),
+        (lambda a: a.register_for_checkpointing(0), {}, r"register_for_checkpointing: .*got int"),
+        (partial(saving, folder=None), {"run_dir": None, "overwrite": False}, r"run_dir="),
         (lambda a: a.no_such, {}, r"^accelerator\.no_such .*DataParallel"),
         (lambda a: a.run, {}, r"prepare\(\) was not called"),
         (lambda a: a.gather(torch.ones(1)), {}, r"^accelerator\.gather, or .*before the loop"),
