@@ -107,15 +107,16 @@ def test_wheel_has_only_package_with_its_data(built: Built) -> None:
 
 def test_wheel_extras_match_libraries_named_in_errors(built: Built) -> None:
     extras = {
-        each.name: str(each.marker).split("'")[0].split('"')[1]
+        each.name.replace("-", "_"): str(each.marker).split("'")[0].split('"')[1]
         for each in built.requirements
-        if each.name in EXTRAS
+        if each.name.replace("-", "_") in EXTRAS
     }
     assert extras == EXTRAS
     (every,) = [
         each for each in built.requirements if each.extras and 'extra == "all"' in str(each.marker)
     ]
-    assert every.extras == set(EXTRAS.values())
+    of_scripts = {"lightning", "transformers"}  # who uses these libraries has installed them
+    assert every.extras == set(EXTRAS.values()) - of_scripts
 
 
 def test_console_commands_are_documented(built: Built) -> None:

@@ -49,7 +49,8 @@ def stop_of(completed: Completed, run_dir: Path, total: int) -> tuple[str, int]:
     assert completed.returncode == os.EX_TEMPFAIL == 75, repr(completed)
     assert "Traceback" not in completed.stderr, repr(completed)
     ((name, sample, whole, folder),) = STOPPED.findall(completed.stderr)
-    assert (int(whole), folder) == (total, str(run_dir))
+    # It is relative if it is in the job's current folder.
+    assert (int(whole), run_dir.parent / folder) == (total, run_dir)
     assert not (run_dir / "summary.json").exists()
     assert checkpoint_part(run_dir, 0)["drawn"] == int(sample) < total
     return name, int(sample)

@@ -8,6 +8,7 @@ from typing import Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.algorithms import find_algorithm
 
 DECIDED = {
     "epochs": "Trainer(max_epochs=...)",
@@ -48,10 +49,11 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             raise UserError(
                 f"AladdinStrategy: {name} cannot be combined with Lightning's loops. Leave it out."
             )
-    if settings.get("algorithm") == "ssp":
+    name = settings.get("algorithm")
+    if name is not None and find_algorithm(str(name)).bounds_staleness:
         raise UserError(
-            "AladdinStrategy: algorithm='ssp' is not supported, because workers wait for each "
-            "other at the ends of epochs, where ssp may block one of them. Use asp or bsp."
+            f"AladdinStrategy: algorithm={name!r} is not supported, because workers wait for each "
+            f"other at the ends of epochs, where {name} may block one of them. Use asp or bsp."
         )
 
 
