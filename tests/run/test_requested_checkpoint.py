@@ -21,7 +21,7 @@ WORKERS = 2
 
 
 def train(
-    folder: Path, algorithm: str, ranks: int, request_at: int | None = None, close: bool = False
+    folder: Path, algorithm: str, ranks: int, request_at: int = -1, close: bool = False
 ) -> torch.Tensor:
     """Train; all workers request a checkpoint after one of their batches, and may close later."""
     plan = {**PLAN, "run_dir": folder, "resume": "auto", "algorithm": algorithm}

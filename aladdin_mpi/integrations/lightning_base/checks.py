@@ -49,11 +49,12 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             raise UserError(
                 f"AladdinStrategy: {name} cannot be combined with Lightning's loops. Leave it out."
             )
-    name = settings.get("algorithm")
-    if name is not None and find_algorithm(str(name)).bounds_staleness:
+    chosen = settings.get("algorithm")
+    if chosen is not None and find_algorithm(str(chosen)).bounds_staleness:
         raise UserError(
-            f"AladdinStrategy: algorithm={name!r} is not supported, because workers wait for each "
-            f"other at the ends of epochs, where {name} may block one of them. Use asp or bsp."
+            f"AladdinStrategy: algorithm={chosen!r} is not supported, because workers wait for "
+            f"each other at the ends of epochs, where {chosen} may block one of them. Use asp or "
+            "bsp."
         )
 
 
