@@ -363,21 +363,13 @@ class Accelerator:
                 f"accelerator.gather: expected tensors, got {type(tensor).__name__}; convert it "
                 "with torch.tensor()"
             )
-        count, index = self.num_processes, self._job.index
-        sizes = torch.zeros(count)
-        sizes[index] = tensor.numel() + 1
-        sizes = self.run.reduce(sizes, "sum")
-        present = sizes > 0  # other workers have failed
-        if sizes[present].unique().numel() > 1:
+        sizes = self.run.gather(torch.tensor(tensor.numel()))
+        if sizes.unique().numel() > 1:
             raise UserError(
-                "accelerator.gather: the workers' tensors differ in size: "
-                f"{(sizes[present] - 1).int().tolist()} values. Gather tensors of one size, such "
-                "as the mean loss."
+                f"accelerator.gather: the workers' tensors differ in size: {sizes.int().tolist()} "
+                "values. Gather tensors of one size, such as the mean loss."
             )
-        rows = torch.zeros(count, tensor.numel(), dtype=torch.float64)
-        rows[index] = tensor.detach().reshape(-1).cpu()
-        joined = self.run.reduce(rows, "sum")[present]
-        return joined.to(tensor).reshape(-1, *tensor.shape[1:])
+        return self.run.gather(tensor).to(tensor).reshape(-1, *tensor.shape[1:])
 
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False

@@ -668,6 +668,18 @@ class DataParallel:
             total, count = self._reductions.sum(value)
         return total / count if how == "mean" else total
 
+    def gather(self, value: Tensor) -> Tensor:
+        """Return the tensors of all surviving workers, stacked in their order, in float64.
+
+        The conditions are those of :meth:`reduce`; a server has only its own tensor.
+        """
+        self._check_together("gather")
+        if self.is_server:  # a worker may have become one
+            return value[None].to("cpu", torch.float64)
+        with self._error_wording():
+            self._ready()
+            return self._reductions.rows(value).reshape(-1, *value.shape)
+
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Accumulate the gradients of backward passes inside, without sending them yet."""

@@ -144,12 +144,20 @@ class Reductions:
             LostError: the group is revoked. The workers that wait here cannot continue in the
                 next one, where other workers may need steps from them before they reach this call.
         """
+        rows = self.rows(value)
+        shape = value.shape if isinstance(value, Tensor) else ()
+        return rows.sum(0).reshape(shape), len(rows)
+
+    def rows(self, value: float | Tensor) -> Tensor:
+        """Return a row of fp64 values for each surviving worker, in their order.
+
+        Raises:
+            UserError, LostError: as :meth:`sum`.
+        """
         mine = torch.as_tensor(value, dtype=torch.float64).detach().cpu().reshape(-1).contiguous()
         self._progress.reductions += 1
         values = self._gather(mine) if self._arrived else {self._rank: mine}
-        total = torch.stack([values[rank] for rank in sorted(values)]).sum(0)
-        shape = value.shape if isinstance(value, Tensor) else ()
-        return total.reshape(shape), len(values)
+        return torch.stack([values[rank] for rank in sorted(values)])
 
     def _gather(self, mine: Tensor) -> dict[int, Tensor]:
         """Return the values of all surviving workers, by rank."""

@@ -228,7 +228,7 @@ class RunStrategy(Base):
         if epochs.number is None:
             loop.max_batches = 0  # ends the loop
             return
-        self._exchange = WorkerExchange(run, self.global_rank)
+        self._exchange = WorkerExchange(run)
         self._replace_schedulers()
         self._begin_metrics()
         saved = run.state.get("lightning", {"steps": 0, "callbacks": {}, "schedulers": []})
