@@ -59,7 +59,7 @@ def launch(
 ) -> T:
     """Call ``function(*args, **kwargs)`` on the ranks of an MPI job, as a script under mpirun.
 
-    The function makes a :class:`DataParallel` and trains. What the ranks print appears here. The
+    The function makes a :class:`DataParallel` and trains. The output of the ranks appears here. The
     job ends with this call, also if it is interrupted by Ctrl-C or in a notebook.
 
     Args:

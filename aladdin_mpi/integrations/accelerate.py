@@ -238,7 +238,7 @@ class Accelerator:
         """Return a tracker by its name; elsewhere than on the main process one without effect.
 
         Raises:
-            UserError: there is none of this name.
+            UserError: no tracker has this name.
         """
         if not self.is_main_process:
             extras.need("accelerate", "accelerator.get_tracker")
@@ -544,7 +544,7 @@ class Accelerator:
     ) -> None:
         """Add figures to the run's metrics, averaged over the workers, and to the trackers.
 
-        The run's metrics ignore ``step``, as they count samples, and omit names of their own, such
+        The run's metrics ignore ``step``, as they count samples, and omit reserved names, such
         as ``loss``. Without trackers, a warning is printed after the end of the run.
         """
         for tracker in self.trackers:

@@ -53,7 +53,7 @@ class SavedStates:
         """Return the run folder to be resumed, of a state saved in ``folder``.
 
         Raises:
-            UserError: there is none.
+            UserError: the folder has no such state.
         """
         try:
             entry = json.loads((folder / FILE).read_text())

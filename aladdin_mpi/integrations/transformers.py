@@ -528,7 +528,7 @@ class Trainer(transformers.Trainer):
             self._losses += torch.stack([loss, torch.ones_like(loss)])
         self._rate = run.lr
         self.control = handler.on_pre_optimizer_step(args, self.state, self.control)
-        # Checkpoints are written in run.step(). What follows the step is done after resuming.
+        # A checkpoint is written in run.step(): the resumed run continues with the lines after it.
         state = dict(vars(self.state))
         run.state[STATE] = {"state": state, "losses": self._losses, "rate": self._rate}
         run.step(loss)

@@ -57,7 +57,7 @@ def end_with_parent() -> None:
 
 
 def end(job: subprocess.Popen[bytes]) -> None:
-    """End a job that was started in a session of its own, and kill what remains of it."""
+    """End a job that was started in a new session, and kill its remaining processes."""
     try:
         if job.poll() is None:
             job.terminate()  # mpirun forwards it to its ranks

@@ -298,7 +298,7 @@ class DataParallel:
 
     @property
     def has_batches(self) -> bool:
-        """Whether this worker's loop goes on: it has not made the last step of the run."""
+        """Whether this worker has further steps to make in the run."""
         return not (self.is_server or self.is_over or self._ending.is_due)
 
     @property

@@ -127,11 +127,8 @@ class Reductions:
     def _report_passed(self) -> None:
         """Report calls for which others would wait for ever, each once."""
         for rank, calls in self._arrived.items():
-            if (
-                calls
-                and calls[0].number > self._progress.reductions
-                and (calls[0].place < self._place)
-            ):
+            is_new = calls and calls[0].number > self._progress.reductions
+            if is_new and calls[0].place < self._place:
                 report = _Call(calls.popleft().number, *self._place, NOT_CALLED)
                 self._transport.isend(report, rank, Tag.AMONG_WORKERS)
 

@@ -1,1 +1,1 @@
-"""What the strategies for ``lightning`` and ``pytorch_lightning`` share; imports neither."""
+"""Code shared by the strategies for ``lightning`` and ``pytorch_lightning``; imports neither."""
