@@ -299,13 +299,17 @@ class StreamFeed(Feed):
             self.batch_size = batches.batch_size
 
     def length(self, batch_size: int, workers: int = 1) -> int | None:
-        """Return the samples of an epoch, by count, if the number of batches is known."""
+        """Return the samples of an epoch, by count, if the number of batches is known.
+
+        If they are sharded, an epoch is one pass of every worker over its own batches.
+        """
         if isinstance(self._batches, Iterator):
             return None
         try:
-            return len(cast(Sized, self._batches)) * batch_size
+            batches = len(cast(Sized, self._batches))
         except TypeError:
             return None
+        return batches * batch_size * (workers if self._sharded else 1)
 
     def facts(self) -> dict[str, Any]:
         """Return the facts about generators that all workers with the same batches must share."""

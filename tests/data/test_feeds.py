@@ -144,6 +144,18 @@ def test_iterable_is_sharded_by_batches_and_restarts() -> None:
     assert taken(own, 2, 2) == [[0, 1], [2, 3]]
 
 
+def test_epoch_of_sharded_batches_is_one_pass_of_every_worker() -> None:
+    class Windows:
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(5))
+
+        def __len__(self) -> int:
+            return 5
+
+    assert feed_of(Windows(), True, BATCH).length(BATCH, WORKERS) == 5 * BATCH * WORKERS
+    assert feed_of(Windows(), False, BATCH).length(BATCH, WORKERS) == 5 * BATCH
+
+
 def test_feed_rejects_iterable_with_fewer_batches_than_workers() -> None:
     feed = feed_of(DataLoader(Stream(), batch_size=20), False, 20)
     assert taken(feed, 1, 1) == [[20, 21, 22]]

@@ -175,6 +175,45 @@ def test_endless_generator_trains_for_steps(tmp_path: Path, sharded: bool) -> No
     assert_equal(models[0], expected)
 
 
+def test_epoch_of_sharded_windows_visits_all_windows_of_every_worker(tmp_path: Path) -> None:
+    """Workers have columns of a text, whose hidden state would be carried from row to row."""
+    text = torch.arange(24.0).view(6, 4)
+    seen: list[tuple[int, int, list[float]]] = []
+
+    def main(transport: Transport) -> None:
+        model = nn.Linear(1, 1)
+        run = DataParallel(
+            model, transport=transport, algorithm="ar-sgd", epochs=2, batch_size=2,
+            run_dir=tmp_path / "run", quiet=True,
+        )  # fmt: skip
+        mine = text[:, run.worker :: run.workers]
+        for number, epoch in enumerate(run.epochs(_Rows(mine), sharded=True)):
+            for row in epoch:
+                seen.append((number, run.worker, row.tolist()))
+                loss = model(row.unsqueeze(1)).square().mean()
+                loss.backward()
+                run.step(loss)
+
+    VirtualCluster(2, Cluster(hosts=1), 0).run(main)
+    for number in range(2):
+        for worker in range(2):
+            rows = [row for epoch, of, row in seen if (epoch, of) == (number, worker)]
+            assert rows == text[:, worker::2].tolist()
+
+
+class _Rows:
+    """Batches that can only be read in order."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
 def test_endless_generator_without_run_length_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=naming("generator", "samples=", "steps=")):
         run_in(tmp_path / "run", 1, lambda: endless(0), epochs=1)
