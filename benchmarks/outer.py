@@ -44,13 +44,14 @@ from benchmarks.outer_rules import (
 
 EQUAL_AND_SLOW = ("equal", "slow 10")
 PARTS = {
+    "race": [Cell(speeds=each) for each in ("equal", "slow 10", "pauses")],
     "speeds": [Cell(speeds=each) for each in ("equal", "slow 3", "slow 10", "three", "pauses")],
     "workers": [Cell(workers=n, speeds=each) for n in (4, 16) for each in EQUAL_AND_SLOW],
     "links": [Cell(link=link, speeds=each) for link in (10, 200) for each in EQUAL_AND_SLOW],
     "long": [Cell(speeds=each, steps=1000) for each in EQUAL_AND_SLOW],
     "pictures": [Cell("resnet20", speeds=each) for each in EQUAL_AND_SLOW],
 }
-PLOTTED = [Cell(speeds=each) for each in EQUAL_AND_SLOW]
+PLOTTED = PARTS["race"]
 REDUCED = [Cell(workers=2, speeds=each, steps=10) for each in EQUAL_AND_SLOW]
 SEEDS = 3
 FASTER, WAITING = 1.5, 0.01
