@@ -207,6 +207,7 @@ class DataParallel:
         self._deliver = Delivery(self.device, self.options.channels_last)
         self._loop = Loop(self._deliver, self._parts)
         self._by_epochs = False
+        self._epoch: Epoch | None = None
         self._projections: list[Projection] = []
         self._progress = LoopProgress()
         self._reductions = Reductions(self._progress)
@@ -379,16 +380,26 @@ class DataParallel:
             self._reductions.move(Place(number))
             end = (number + 1) * plan.epoch
             self._ending.check_open()
-            epoch = Epoch(number, batches, partial(is_past, end), self._reductions.end_epoch)
+            epoch = self._epoch = Epoch(
+                number,
+                batches,
+                partial(is_past, end),
+                self._reductions.end_epoch,
+                partial(self._skip_to, end),
+            )
             yield epoch
             if self._ready().session.is_interrupted:
                 break
-            if not epoch.is_done:
-                self._ready().worker.pass_over(end)
+            epoch.complete()
         self._reductions.move(AFTER_LOOP)
-        loop.skipping = True
+        loop.skip_to = inf
         for _ in batches:
             pass
+
+    def _skip_to(self, sample: int) -> None:
+        """Skip the samples of the run before number ``sample``, on all workers."""
+        self._ready().worker.pass_over(sample)
+        self._loop.skip_to = sample
 
     def _run(self, data: Any, sharded: bool) -> Generator[Any, None, None]:
         with self._error_wording():
@@ -736,12 +747,18 @@ class DataParallel:
         self._ready().worker.stop()
 
     def _check_together(self, name: str) -> None:
-        """Refuse a method that the workers call together after the run has ended."""
+        """Prepare for a method that the workers call together.
+
+        Raises:
+            UserError: the run has ended.
+        """
         if self.is_over:
             raise UserError(
                 f"training loop: run.{name}() was called after the run ended. Call it at the ends "
                 "of run.epochs(), or measure on one rank: all ranks have the same model now."
             )
+        if self._epoch is not None and self._epoch.is_left:
+            self._epoch.complete()  # other workers may wait for this one in a step
 
     def _ready(self) -> Rank:
         self._ending.check_open()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import wraps
+from math import inf
 from operator import is_
 from typing import Any
 
@@ -35,14 +36,15 @@ class Loop:
             step of the whole module.
 
     Attributes:
-        skipping: the loop has been left, so that leases are no longer computed.
+        skip_to: leases before this sample of the run are not computed; inf: the loop was left.
         has_finished: the algorithm has ended without an error.
         number: of the present batch in its lease, from 0.
         is_last: the present batch completes its lease.
     """
 
     def __init__(self, deliver: Callable[[Any], Any], parts: Sequence[str] = ()) -> None:
-        self.skipping = self.has_finished = False
+        self.skip_to = 0.0
+        self.has_finished = False
         self.is_last = True
         self.number = 0
         self.lease: SampleLease | None = None
@@ -101,7 +103,8 @@ class Loop:
     def batches(self, train: Callable[[], None], watch: LoopWatch | None) -> Iterator[Any]:
         """Yield the batches until the budget is used up; each is None if there are no data.
 
-        `NO_BATCH` stands for a lease without samples, as in :meth:`note_empty`.
+        `NO_BATCH` stands for a lease without samples, as in :meth:`note_empty`, and follows a lease
+        that is not computed.
 
         Args:
             train: the algorithm's loop.
@@ -120,14 +123,15 @@ class Loop:
             yield from self._batches_of_lease()
 
     def _batches_of_lease(self) -> Iterator[Any]:
-        assert self.lease is not None
-        remaining = self.lease.size
+        lease = self.lease
+        assert lease is not None
+        remaining = lease.size
         self._handed_over = False
         self.number = -1
         if not remaining:
             yield NO_BATCH
             self.note_resumed()
-        while remaining and not self.skipping:
+        while remaining and lease.start >= self.skip_to:
             size = min(remaining, self._batch_size)
             remaining -= size
             self._begin(is_last=not remaining)
@@ -139,11 +143,17 @@ class Loop:
             yield batch
             self._end_local()
             self.note_resumed()
-            if not self._stepped and not self.skipping:
+            if not self._stepped and self.skip_to < inf:
                 self._check_skipped()
+        if remaining:
+            assert self._rank is not None
+            self._rank.worker.left_out += remaining
         while not self._handed_over:
             self._hand_over()
         self._stepped = True
+        if lease.start < self.skip_to:
+            yield NO_BATCH
+            self.note_resumed()
 
     def note_resumed(self) -> None:
         """Check the model when control returns from the user's loop after a step.
@@ -291,7 +301,7 @@ class Loop:
 
     def _leave(self) -> None:
         self._end_local()
-        self.skipping = self._stepped = True
+        self.skip_to, self._stepped = inf, True
         if self._source is not None:
             self._source.close()
 

@@ -62,7 +62,7 @@ class TrainingData:
             worker.whole.size - worker.servers,
             options.seed,
             options.batch_size,
-            worker.samples,
+            worker.samples - worker.left_out,
             options.loader_workers,
             Start(options.loader_start_method, warns=index == 0),
             ahead=not worker.transport.models_time,
@@ -248,9 +248,17 @@ class Batches(Iterator[Any]):
 class Epoch(Iterator[Any]):
     """A worker's batches while the workers together pass once through the data.
 
-    A slow worker has fewer of them, or none. ``break`` ends the epoch for all workers. ``is_past``
-    returns whether there is no further batch in this epoch. ``on_end`` is called when a loop over
-    it has ended or was left.
+    A slow worker has fewer of them, or none. ``break`` ends the epoch for all workers.
+
+    Args:
+        number: from 0.
+        batches: of the run.
+        is_past: returns whether there is no further batch in this epoch.
+        on_end: called when a loop over the epoch has ended or was left.
+        skip: skips the epoch's remaining samples, on all workers.
+
+    Attributes:
+        is_left: a loop over the epoch was left.
     """
 
     def __init__(
@@ -259,12 +267,15 @@ class Epoch(Iterator[Any]):
         batches: Iterator[Any],
         is_past: Callable[[], bool],
         on_end: Callable[[], None],
+        skip: Callable[[], None],
     ) -> None:
         self.number = number
-        self.is_done = False
+        self.is_left = False
+        self._is_done = False
         self._batches = batches
         self._is_past = is_past
         self._on_end = on_end
+        self._skip = skip
 
     def __int__(self) -> int:
         return self.number
@@ -279,11 +290,24 @@ class Epoch(Iterator[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches. Python closes this generator when a loop over it is left."""
+        self.is_left = False
         try:
             while (batch := next(self, _END)) is not _END:
                 yield batch
         finally:
+            self.is_left = not self._is_done
             self._on_end()
+
+    def complete(self) -> None:
+        """End the epoch for all workers, if it has not ended.
+
+        This worker takes part in the steps of samples that it was granted before, without a
+        gradient, so that no other worker waits for it.
+        """
+        if not self._is_done:
+            self._skip()
+            while next(self, _END) is not _END:
+                pass
 
     def __next__(self) -> Any:
         while not self._is_past():
@@ -292,5 +316,5 @@ class Epoch(Iterator[Any]):
                 break
             if batch is not NO_BATCH:
                 return batch
-        self.is_done = True
+        self._is_done, self.is_left = True, False
         raise StopIteration

@@ -26,7 +26,7 @@ from aladdin_mpi.session.context import Context, make_layout
 from aladdin_mpi.session.plan import Origin
 from aladdin_mpi.session.session import traffic_in
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.worker.role import SAMPLES, Role
+from aladdin_mpi.worker.role import LEFT_OUT, SAMPLES, Role
 
 PIECE = 1 << 26
 """Bytes of one broadcast."""
@@ -142,7 +142,7 @@ def taken(merged: MergedState) -> tuple[int | None, ...]:
     """
     granted: Sequence[int | None] = merged.granted or [None] * len(merged.counts)
     return tuple(
-        own if each is None else int(each[SAMPLES])
+        own if each is None else int(each[SAMPLES] - each.get(LEFT_OUT, 0))
         for each, own in zip(merged.counts, granted, strict=True)
     )
 

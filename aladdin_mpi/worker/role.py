@@ -25,7 +25,7 @@ from aladdin_mpi.optimizers.base import INHERITED, Optimizer
 from aladdin_mpi.worker.node import LeaderLink
 from aladdin_mpi.worker.worker import Worker
 
-SAMPLES, COMPUTED = "worker.samples", "worker.computed"
+SAMPLES, LEFT_OUT, COMPUTED = "worker.samples", "worker.left_out", "worker.computed"
 """Paths of a worker's counters in :attr:`MergedState.counts`."""
 
 

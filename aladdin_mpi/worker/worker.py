@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from math import isfinite, nan
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -154,7 +155,7 @@ class Worker(Stateful):
     """
 
     SAVED = (
-        saved("samples")
+        saved("samples", "left_out")
         | saved("computed", "refused", merge=TOTAL)
         | saved("in_a_row", pace="_pace.random")
     )
@@ -193,6 +194,8 @@ class Worker(Stateful):
         self.lease = self.part = SampleLease(0, 0, 0)
         """Lease of the current step, and this rank's part of it: all, unless it leads a node."""
         self.samples = 0
+        self.left_out = 0
+        """Number of those samples without data, in epochs that were left early."""
         self.computed = 0
         self.refused = 0
         self.in_a_row = 0
@@ -244,6 +247,10 @@ class Worker(Stateful):
         )
         self.current = GradientPass(self._stages, self.lease, self.part, self.parameters)
         """The gradient of the current step; before the first one, of an empty batch."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state; earlier versions had no ``left_out``."""
+        super().load_state_dict({"left_out": 0, **state})
 
     def on_loss(self, action: Callable[[float], None]) -> None:
         """Call ``action`` with the finite loss of each step whose gradient is not refused.
