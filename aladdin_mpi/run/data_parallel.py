@@ -689,7 +689,7 @@ class DataParallel:
             return value[None].to("cpu", torch.float64)
         with self._error_wording():
             self._ready()
-            return self._reductions.rows(value).reshape(-1, *value.shape)
+            return self._reductions.rows(value, "run.gather()").reshape(-1, *value.shape)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:

@@ -76,7 +76,7 @@ class _Call(NamedTuple):
 
 
 class Reductions:
-    """One worker's side of ``run.reduce()``, in one group of ranks after another.
+    """One worker's side of ``run.reduce()`` and ``run.gather()``, in one group after another.
 
     Each worker sends its place and value to all others, and adds the values in the order of the
     workers, so that the sums are bit-identical. (An MPI collective would require the servers
@@ -88,6 +88,7 @@ class Reductions:
         self._progress = progress
         self._place = Place()
         self._transport: Transport
+        self._method = ""
         self._rank = self._first = 0
         self._arrived: dict[int, deque[_Call]] = {}
         self._mine: _Call | None = None
@@ -141,18 +142,23 @@ class Reductions:
             LostError: the group is revoked. The workers that wait here cannot continue in the
                 next one, where other workers may need steps from them before they reach this call.
         """
-        rows = self.rows(value)
+        rows = self.rows(value, "run.reduce()")
         shape = value.shape if isinstance(value, Tensor) else ()
         return rows.sum(0).reshape(shape), len(rows)
 
-    def rows(self, value: float | Tensor) -> Tensor:
+    def rows(self, value: float | Tensor, method: str) -> Tensor:
         """Return a row of fp64 values for each surviving worker, in their order.
+
+        Args:
+            value: of this worker.
+            method: of the run, which the user has called.
 
         Raises:
             UserError, LostError: as :meth:`sum`.
         """
         mine = torch.as_tensor(value, dtype=torch.float64).detach().cpu().reshape(-1).contiguous()
         self._progress.reductions += 1
+        self._method = method
         values = self._gather(mine) if self._arrived else {self._rank: mine}
         return torch.stack([values[rank] for rank in sorted(values)])
 
@@ -185,7 +191,7 @@ class Reductions:
         except WaitTimeoutError as error:
             missing = [rank - self._first for rank, calls in self._arrived.items() if not calls]
             raise WaitTimeoutError(
-                f"run.reduce(): workers {missing} have not called it in time ({error})"
+                f"{self._method}: workers {missing} have not called it in time ({error})"
             ) from error
         self._check_revoked()
 
@@ -230,13 +236,13 @@ class Reductions:
         name = self._algorithm.name
         if self._algorithm.bounds_staleness:
             raise UserError(
-                f"training loop: run.reduce() cannot be combined with {name}: a worker that is as "
-                "far ahead as allowed waits for one that waits in run.reduce(). Use another "
+                f"training loop: {self._method} cannot be combined with {name}: a worker that is "
+                f"as far ahead as allowed waits for one that waits in {self._method}. Use another "
                 "algorithm; or log figures by run.log(), and pass evaluate= to evaluate."
             )
         if self._place.is_within_epoch and not self._algorithm.lockstep:
             raise UserError(
-                "training loop: run.reduce() between two batches requires an algorithm whose "
+                f"training loop: {self._method} between two batches requires an algorithm whose "
                 f"workers all make the same number of steps, such as ar-sgd or bsp. With {name}, "
                 "call it at the ends of run.epochs(), or log figures by run.log()."
             )
@@ -249,20 +255,20 @@ class Reductions:
             worker = rank - self._first
             if each.place == mine.place:
                 raise UserError(
-                    f"training loop: run.reduce() was called with {mine.length:.0f} values, and on "
-                    f"worker {worker} with {each.length:.0f}. Pass tensors of one shape."
+                    f"training loop: {self._method} was called with {mine.length:.0f} values, and "
+                    f"on worker {worker} with {each.length:.0f}. Pass tensors of one shape."
                 )
             does = "has not called it and is" if each.length == NOT_CALLED else "called it"
             raise UserError(
-                f"training loop: run.reduce() was called {mine.place}, but worker {worker} {does} "
-                f"{each.place}. Every worker must call it equally often and at the same places, "
-                "not under a condition that differs between workers, such as run.is_first "
+                f"training loop: {self._method} was called {mine.place}, but worker {worker} "
+                f"{does} {each.place}. Every worker must call it equally often and at the same "
+                "places, not under a condition that differs between workers, such as run.is_first "
                 "(docs/your-script.md)."
             )
 
     def _check_revoked(self) -> None:
         if self._transport.is_revoked():
-            raise LostError("a rank failed while workers waited for each other in run.reduce()")
+            raise LostError(f"a rank failed while workers waited for each other in {self._method}")
 
 
 def _agree(call: _Call, other: _Call) -> bool:

@@ -68,7 +68,9 @@ class LoopProgress:
         """
         counts = {each["reductions"] for each in others}
         if len(counts) > 1:
-            raise LostError("a rank failed when only some workers had completed run.reduce()")
+            raise LostError(
+                "a rank failed when only some workers had completed run.reduce() or run.gather()"
+            )
         if is_new and counts:
             (self.reductions,) = counts
             self.epoch = self.first_epoch = max(each["epoch"] for each in others)

@@ -230,6 +230,36 @@ def test_tensors_of_different_lengths_are_an_error(tmp_path: Path) -> None:
     check_refused(tmp_path, "ar-sgd", loop, "values", "one shape")
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "place", "is_alone", "names"),
+    [
+        ("aladdin-ahead", "batch", False, ["between two batches", "aladdin-ahead"]),
+        ("ssp", "end", False, ["ssp", "waits in run.gather()"]),
+        ("asp", "end", True, ["worker", "has not called it"]),
+        ("ar-sgd", "end", False, ["2 values", "one shape"]),
+    ],
+)
+def test_errors_of_gather_name_it(
+    tmp_path: Path, algorithm: str, place: str, is_alone: bool, names: list[str]
+) -> None:
+    """``is_alone``: only the first worker calls it."""
+
+    def loop(run: DataParallel, step: Callable[[Tensor], None]) -> None:
+        def gather(here: str) -> None:
+            if here == place and (run.is_first or not is_alone):
+                run.gather(torch.ones(1 if run.is_first else 2))
+
+        for epoch in run.epochs(DATA):
+            for (inputs,) in epoch:
+                step(inputs)
+                gather("batch")
+            gather("end")
+
+    with pytest.raises(UserError, match=naming("run.gather()", *names)) as caught:
+        run_loop(tmp_path, algorithm, loop)
+    assert "run.reduce()" not in str(caught.value)
+
+
 def test_sums_after_a_left_epoch_count_as_its_end(tmp_path: Path) -> None:
     """With asynchronous algorithms too, in any form of the inner loop."""
     ends = []
