@@ -256,6 +256,7 @@ class TrainingLoader:
         self._epochs: Iterator[Epoch] | None = None
         self._epoch: Epoch | None = None
         self._requested = 0
+        self._error: UserError | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
@@ -267,6 +268,8 @@ class TrainingLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of the next epoch; none for epochs completed before a resume."""
+        if self._error is not None:
+            raise self._error
         run = self._training.run
         if self._epochs is None:
             self._epochs = run.epochs(self.loader)
@@ -288,10 +291,18 @@ class TrainingLoader:
                 self._training.begin_batch()
                 yield batch
                 self._training.end_batch()
-        finally:
-            if self._epochs is not None:
-                # Ends the epoch if it was left. The last one stays open for figures of the script.
-                self._epoch = next(self._epochs, None) if run.has_batches else None
+        except GeneratorExit:  # the epoch was left
+            try:
+                self._advance()
+            except UserError as error:  # Python ignores it while it closes a generator
+                self._error = error
+            raise
+        self._advance()
+
+    def _advance(self) -> None:
+        """End the epoch; the last one stays open for figures of the script."""
+        if self._epochs is not None:
+            self._epoch = next(self._epochs, None) if self._training.run.has_batches else None
 
     def _refuse(self, run: DataParallel) -> None:
         """Refuse an epoch beyond the end of the run; let servers leave endless loops."""

@@ -387,7 +387,11 @@ class DataParallel:
                 self._reductions.end_epoch,
                 partial(self._skip_to, end),
             )
-            yield epoch
+            try:
+                yield epoch
+            except GeneratorExit:  # the loop over the epochs was left
+                self._ending.note_left()
+                raise
             if self._ready().session.is_interrupted:
                 break
             epoch.complete()

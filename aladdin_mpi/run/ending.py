@@ -139,7 +139,7 @@ class Ending:
     def note_left(self) -> None:
         """Note that the loop was left: the next use of model or summary completes the run."""
         rank = self._rank
-        if self.has_ended or rank is None or rank.context.is_server:
+        if self.has_ended or self._is_left or rank is None or rank.context.is_server:
             return
         self._is_left = True
         module = self._module

@@ -53,9 +53,10 @@ def train(
     data: Callable[[], Any] = DATA["samples"],
     leaves: Callable[[DataParallel, int], bool] = lambda run, count: count == MOST,
     before: str = "next batch",
+    last: int = EPOCHS,
     **settings: Any,
 ) -> list[Epochs]:
-    """Train in simulation, and return the epochs of each worker.
+    """Train in simulation to one model, and return the epochs of each worker.
 
     Args:
         folder: of the run.
@@ -64,9 +65,11 @@ def train(
         data: makes the data.
         leaves: returns whether to leave the epoch, given the number of its batches so far.
         before: "next batch", "step" or "backward", where the loop is left.
+        last: the epoch after which the loop over epochs is left.
         settings: of the run.
     """
     seen: list[Epochs] = [[] for _ in range(workers)]
+    weights = set()
 
     def main(transport: Transport) -> None:
         model = nn.Linear(1, 1)
@@ -94,9 +97,15 @@ def train(
                     break
             if not ALGORITHMS[algorithm].bounds_staleness:
                 assert run.reduce(1.0, "sum") == workers
+            if int(epoch) == last:
+                break
+        assert run.summary is not None
+        assert run.is_over
+        weights.add(model.weight.item())
 
     servers = int(ALGORITHMS[algorithm].has_servers)
     VirtualCluster(servers + workers, Cluster(hosts=2), 0).run(main)
+    assert len(weights) == 1
     return seen
 
 
@@ -150,6 +159,14 @@ def test_resumed_run_continues_after_left_epochs(tmp_path: Path, before: str) ->
     used = [i for epochs in (*whole, *more) for _, samples in chain(*epochs) for i in samples]
     assert len(used) == LENGTH + 8
     assert set(used) == set(range(LENGTH))
+
+
+@pytest.mark.parametrize("algorithm", ["ar-sgd", "aladdin-ahead"])
+def test_break_out_of_the_loop_over_epochs_completes_the_run(
+    tmp_path: Path, algorithm: str
+) -> None:
+    for epochs in train(tmp_path, algorithm, leaves=lambda run, count: False, last=1):
+        assert len(epochs) == 2
 
 
 def test_epoch_left_between_backward_and_step_is_an_error(tmp_path: Path) -> None:
