@@ -33,7 +33,7 @@ FLUSH_SECONDS = 0.3
 YIELD_SECONDS = 3.0
 """Time for another rank to report the error."""
 TURN_SECONDS = 1.0
-"""Time for a worker to report its error and end the job before the next one does."""
+"""Time for a rank to report its error and end the job before the next one does."""
 AGAIN = "start the job again"
 """The remedy if a rank is lost before the run has begun."""
 LAST_TURN = 3
@@ -260,11 +260,11 @@ def end_job(error: BaseException) -> None:
 def _await_turn(rank: int, size: int) -> None:
     """Wait until the ranks before this one have had time to report.
 
-    All workers run the same loop with the same error. The first one to report it ends the job,
+    All ranks run the same script with the same error. The first one to report it ends the job,
     including the ranks that wait here.
     """
-    turn = min(rank - 1, LAST_TURN)
-    if size == 1 or turn <= 0 or threading.current_thread() is not threading.main_thread():
+    turn = min(rank, LAST_TURN)
+    if size == 1 or not turn or threading.current_thread() is not threading.main_thread():
         return
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(turn * TURN_SECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from aladdin_mpi.process import guard
 from tests.commands import refusal, simulate, train
 from tests.launch import needs
 from tests.messages import check_names
-from tests.run.program_runs import HERE, PROGRAMS, program, run_program
+from tests.run.program_runs import HERE, PROGRAMS, program, run_program, run_script
 
 SHORT = ("--samples", 128, "--batch-size", 4, "--eval-every", 0.1, "--checkpoint-every", "never")
 SOURCE = PROGRAMS / "quitting.py"
@@ -60,6 +61,27 @@ def test_sys_exit_in_a_custom_loop_is_refused(tmp_path: Path) -> None:
     completed = run_program(tmp_path, "quitting_loop", tmp_path / "run", 0, "data", check=False)
     check_names(refusal(completed), f"error (rank 1): {SOURCE}, line {LINE}, in __getitem__")
     assert completed.returncode == 2
+
+
+FAILING_LOOP = """import torch
+from aladdin_mpi import DataParallel
+
+model = torch.nn.Linear(2, 1)
+run = DataParallel(model, algorithm="ar-sgd", steps=3, batch_size=4, quiet=True)
+for batch in run.batches(torch.ones(24, 2)):
+    {statement}
+"""
+
+
+@needs("openmpi")
+def test_error_of_all_ranks_is_reported_by_one(tmp_path: Path) -> None:
+    text = FAILING_LOOP.format(statement="run.step(part='left')")
+    completed = run_script(tmp_path, text, ranks=2, check=False)
+    check_names(refusal(completed), "error (rank 0)", "run.step(part='left')")
+    text = FAILING_LOOP.format(statement="raise ValueError('of the script')")
+    completed = run_script(tmp_path, text, ranks=2, check=False)
+    assert re.findall(r"^\[rank (\d)\] ValueError: of the script$", completed.stderr, re.M) == ["0"]
+    assert completed.stderr.count("Traceback") == 1
 
 
 @pytest.mark.parametrize("place", ["data", "loop", "end"])
