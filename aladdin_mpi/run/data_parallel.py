@@ -354,7 +354,7 @@ class DataParallel:
 
         An epoch ends when all workers together have drawn as many samples as the data have.
         Every worker reaches the end of every epoch; servers see no epoch. ``break`` in an epoch
-        ends it for all workers. ``int(epoch)`` is its number, from 0.
+        ends it for all workers. ``epoch`` is also its number, from 0; save ``int(epoch)``.
 
         Args:
             data: see :meth:`batches`.

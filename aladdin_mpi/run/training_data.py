@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -245,10 +245,11 @@ class Batches(Iterator[Any]):
         self._on_collect()
 
 
-class Epoch(Iterator[Any]):
+class Epoch(int, Iterator[Any]):
     """A worker's batches while the workers together pass once through the data.
 
-    A slow worker has fewer of them, or none. ``break`` ends the epoch for all workers.
+    It is also the epoch's number, so that scripts can compare, print and add to it. A slow worker
+    has fewer batches, or none. ``break`` ends the epoch for all workers.
 
     Args:
         number: from 0.
@@ -261,6 +262,10 @@ class Epoch(Iterator[Any]):
         is_left: a loop over the epoch was left.
     """
 
+    def __new__(cls, number: int, *_: Any) -> Epoch:
+        """Create it with the value ``number``."""
+        return super().__new__(cls, number)
+
     def __init__(
         self,
         number: int,
@@ -269,7 +274,6 @@ class Epoch(Iterator[Any]):
         on_end: Callable[[], None],
         skip: Callable[[], None],
     ) -> None:
-        self.number = number
         self.is_left = False
         self._is_done = False
         self._batches = batches
@@ -277,16 +281,10 @@ class Epoch(Iterator[Any]):
         self._on_end = on_end
         self._skip = skip
 
-    def __int__(self) -> int:
-        return self.number
-
-    __index__ = __int__
-
-    def __format__(self, spec: str) -> str:
-        return format(self.number, spec)
-
-    def __str__(self) -> str:
-        return str(self.number)
+    def __reduce__(self) -> NoReturn:
+        raise UserError(
+            "training loop: an epoch of run.epochs() cannot be saved. Save its number, int(epoch)."
+        )
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches. Python closes this generator when a loop over it is left."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
 from collections import Counter
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import ALGORITHMS
 from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.run.data_parallel import DataParallel
@@ -83,3 +85,28 @@ def test_workers_synchronise_at_the_end_of_every_epoch(
     epochs = -(-samples // length)
     assert ends == Counter(dict.fromkeys(range(epochs), workers))
     assert sum(drawn.values()) == samples
+
+
+def test_epoch_is_its_number(tmp_path: Path) -> None:
+    module = nn.Linear(2, 1)
+    numbers = []
+    with DataParallel(module, epochs=3, batch_size=4, run_dir=tmp_path / "run", quiet=True) as run:
+        for epoch in run.epochs(Points(8)):
+            for x, y in epoch:
+                run.step(nn.functional.mse_loss(module(x), y).backward())
+            numbers.append((epoch + 1, epoch % 2 == 0, f"{epoch:02}", "%d" % epoch, str(epoch)))  # noqa: UP031
+    assert numbers == [
+        (1, True, "00", "0", "0"),
+        (2, False, "01", "1", "1"),
+        (3, True, "02", "2", "2"),
+    ]
+
+
+def test_saving_an_epoch_raises_an_error(tmp_path: Path) -> None:
+    module = nn.Linear(2, 1)
+    with (
+        pytest.raises(UserError, match=r"cannot be saved. Save its number, int\(epoch\)"),
+        DataParallel(module, epochs=1, batch_size=4, run_dir=tmp_path / "run", quiet=True) as run,
+    ):
+        for epoch in run.epochs(Points(8)):
+            torch.save({"model": module.state_dict(), "epoch": epoch}, io.BytesIO())
