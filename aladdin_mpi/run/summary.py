@@ -68,7 +68,8 @@ def summarise(
     if lost := coordinator.failures.gradients:
         accounts["gradients_computed"] += lost
         accounts["gradients_lost"] = lost
-    summary = {**_about(context, coordinator), **accounts, **role.facts()}
+    left_out = sum(total.get("left_out", 0) for total in totals)
+    summary = {**_about(context, coordinator, left_out), **accounts, **role.facts()}
     if own := means.last:
         summary["own"] = own
     # Workers' reports end with their last lease; this total includes the wait after it.
@@ -99,9 +100,9 @@ def summarise(
     return summary
 
 
-def _about(context: Context, coordinator: Coordinator) -> dict[str, Any]:
+def _about(context: Context, coordinator: Coordinator, left_out: int) -> dict[str, Any]:
     options, plan, seconds = context.options, coordinator.plan, coordinator.seconds
-    samples = coordinator.budget.drawn - coordinator.budget.passed_over
+    samples = coordinator.budget.drawn - coordinator.budget.passed_over - left_out
     return {
         "algorithm": options.algorithm,
         "engine": context.transport.engine,

@@ -61,7 +61,7 @@ class Role(ABC):
 
     @abstractmethod
     def counts(self) -> dict[str, int]:
-        """Return totals of gradients for the counters of the run."""
+        """Return totals of gradients and samples for the counters of the run."""
 
     def doubt(self) -> str:
         """Return a reason why a checkpoint may be worthless now; empty without one."""
@@ -186,8 +186,13 @@ class TrainingWorker(Role):
         self.worker.close()
 
     def counts(self) -> dict[str, int]:
-        """Return the numbers of gradients computed and refused so far."""
-        return {"computed": self.worker.computed, "refused": self.worker.refused}
+        """Return the numbers of gradients computed and refused, and of samples left out."""
+        worker = self.worker
+        return {
+            "computed": worker.computed,
+            "refused": worker.refused,
+            "left_out": worker.left_out,
+        }
 
     def doubt(self) -> str:
         """Return a reason after several refused gradients in a row; one may be a bad sample's."""
@@ -239,8 +244,8 @@ class LedWorker(TrainingWorker):
         self.leader.flush()
 
     def counts(self) -> dict[str, int]:
-        """Return the refused gradients; the leader counts computed ones."""
-        return {"computed": 0, "refused": self.worker.refused}
+        """Return the refused gradients and samples left out; the leader counts computed ones."""
+        return {**super().counts(), "computed": 0}
 
     def weight(self, bucket: Bucket) -> float:
         """Return 0: the model is a copy of the leader's from a step before."""
