@@ -108,12 +108,18 @@ def _outer(prefix: str) -> Axis:
 
 
 def rules(wires: Sequence[str] = WIRES) -> dict[str, Rule]:
-    """Return the rules by name; formats of messages are tuned among ``wires``."""
+    """Return the rules by name; formats of messages are tuned among ``wires``.
+
+    Servers do not send int2.
+    """
     wire = _axis("wire", "--wire", wires, ordered=False)
     steps = _axis(ROUNDS, "--diloco-steps", STEPS)
     streams = _axis("fragments", "--diloco-fragments", (1, 2, 4))
     blends = _axis("blend", "--diloco-blend", (0.5, 0), ordered=False)
     exchanges = _axis(ROUNDS, "--async-diloco-steps", STEPS)
+    of_servers = _axis(
+        "wire", "--wire", [w for w in wires if w != "int2"] or ["int4"], ordered=False
+    )
     ranks = _axis(ROUNDS, "--powersgd-rank", RANKS)
     known = (
         Rule(REFERENCE, "ar-sgd"),
@@ -123,7 +129,7 @@ def rules(wires: Sequence[str] = WIRES) -> dict[str, Rule]:
         Rule("local-sgd", "local-sgd", (_axis(ROUNDS, "--local-sgd-steps", STEPS), wire)),
         Rule("diloco", "diloco", (steps, wire, _outer("--diloco"))),
         Rule(STREAMING, "diloco", (steps, wire, streams, blends, _outer("--diloco"))),
-        Rule("async-diloco", "async-diloco", (exchanges, wire, _outer("--async-diloco"))),
+        Rule("async-diloco", "async-diloco", (exchanges, of_servers, _outer("--async-diloco"))),
         Rule(OURS, OURS),
     )
     return {rule.name: rule for rule in known}

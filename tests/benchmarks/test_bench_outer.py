@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from aladdin_mpi.advice import learning
-from aladdin_mpi.options.algorithms import find_algorithm
 from aladdin_mpi.options.run import SimulateOptions, read_request
 from benchmarks import outer, outer_advice
 from benchmarks.outer_cells import PARAMETERS, Cell, Run, carry_out, time_to
@@ -19,7 +18,6 @@ from benchmarks.outer_rules import RATES, Rule, parent, rules, score, tune
 from benchmarks.programs import outer_tasks
 
 EQUAL, SLOW = Cell(), Cell(speeds="slow 10")
-PRESENT = ("ar-sgd", "aladdin-ahead", "local-sgd", "diloco", "streaming diloco")
 
 
 def figures(loss: float, seconds: float = 200.0, **others: Any) -> dict[str, Any]:
@@ -50,9 +48,9 @@ def options(run: Run) -> SimulateOptions:
     return read_request(SimulateOptions, typed, "test", "", follows=False).options
 
 
-@pytest.mark.parametrize("name", PRESENT)
+@pytest.mark.parametrize("name", rules())
 def test_rules_make_valid_options(name: str) -> None:
-    rule = rules(("fp32",))[name]
+    rule = rules()[name]
     for axis in rule.all_axes("gpt"):
         for index in range(len(axis.choices)):
             point = {**rule.first("gpt"), axis.name: index}
@@ -199,11 +197,6 @@ def test_run_is_simulated() -> None:
     assert found["seconds"] > 4
     assert 0 < found["sent"] < 0.5
     assert 0 < found["received"] < 0.5
-
-
-def test_algorithms_of_the_rules_are_registered() -> None:
-    for name in PRESENT:
-        assert find_algorithm(rules()[name].algorithm)
 
 
 # -- sample efficiency for the adviser ---------------------------------------------------------
