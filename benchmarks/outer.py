@@ -196,7 +196,7 @@ def _missed_in(results: Sequence[Result]) -> Iterable[str]:
     if (waiting := timed[OURS].mean("waiting")) >= WAITING:
         yield f"workers wait {waiting:.1%} of the time, expected less than {WAITING:.0%}"
     for names, margin in (((STREAMING,), BEHIND_STREAMING), (AVERAGING, BEHIND_AVERAGING)):
-        losses = [_fitting_loss(sampled[name]) for name in names if name in sampled]
+        losses = [_fitting_loss(result) for result in results if result.rule in names]
         if losses and not own <= min(losses) + margin:
             yield f"a loss of {own:.4f}, expected at most {min(losses) + margin:.4f} ({names[0]})"
 
