@@ -683,14 +683,15 @@ class DataParallel:
             total, count = self._reductions.sum(value)
         return total / count if how == "mean" else total
 
-    def gather(self, value: Tensor) -> Tensor:
-        """Return the tensors of all surviving workers, stacked in their order, in float64.
+    def gather(self, value: float | Tensor) -> Tensor:
+        """Return the values of all surviving workers, stacked in their order, in float64.
 
         The conditions are those of :meth:`reduce`; a server has only its own tensor.
         """
         self._check_together("gather")
+        value = torch.as_tensor(value, dtype=torch.float64).detach()
         if self.is_server:  # a worker may have become one
-            return value[None].to("cpu", torch.float64)
+            return value[None].cpu()
         with self._error_wording():
             self._ready()
             return self._reductions.rows(value, "run.gather()").reshape(-1, *value.shape)

@@ -91,6 +91,23 @@ def test_sums_between_batches_are_bit_identical_on_all_workers(
     assert all(map(torch.equal, means[0] + means[0], means[1] + means[2]))
 
 
+def test_gather_returns_numbers_and_tensors_of_all_workers(tmp_path: Path) -> None:
+    gathered: list[tuple[list[float], list[list[int]]]] = []
+
+    def loop(run: DataParallel, step: Callable[[Tensor], None]) -> None:
+        for inputs in batches_of(run, by_epochs=True):
+            step(inputs)
+            numbers = run.gather(run.worker / 7)
+            rows = run.gather(torch.tensor([run.worker, 5]))
+            gathered.append((numbers.tolist(), rows.int().tolist()))
+
+    run_loop(tmp_path, "ar-sgd", loop)
+    numbers = [worker / 7 for worker in range(WORKERS)]
+    rows = [[worker, 5] for worker in range(WORKERS)]
+    assert gathered
+    assert all(each == (numbers, rows) for each in gathered)
+
+
 def test_documented_algorithms_are_those_in_rounds() -> None:
     text = (ROOT / "docs" / "your-script.md").read_text()
     (row,) = re.findall(r"^\| `([\w -]+)` \| yes \| yes \|$", text, re.M)
