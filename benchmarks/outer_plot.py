@@ -11,7 +11,11 @@ from matplotlib.figure import Figure
 from aladdin_mpi.comparison.plots import style
 from benchmarks.outer_cells import Cell
 
-TITLES = {"equal": "all workers equal", "slow 10": "one worker 10 times slower"}
+TITLES = {
+    "equal": "all workers equal",
+    "slow 10": "one worker 10 times slower",
+    "pauses": "random pauses",
+}
 Curves = Mapping[str, Sequence[Mapping[str, Any]]]
 """The figures of each seed by rule."""
 
