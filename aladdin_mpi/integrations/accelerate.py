@@ -363,7 +363,7 @@ class Accelerator:
                 f"accelerator.gather: expected tensors, got {type(tensor).__name__}; convert it "
                 "with torch.tensor()"
             )
-        sizes = self.run.gather(torch.tensor(tensor.numel()))
+        sizes = self.run.gather(tensor.numel())
         if sizes.unique().numel() > 1:
             raise UserError(
                 f"accelerator.gather: the workers' tensors differ in size: {sizes.int().tolist()} "

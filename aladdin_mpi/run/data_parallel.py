@@ -689,9 +689,9 @@ class DataParallel:
         The conditions are those of :meth:`reduce`; a server has only its own tensor.
         """
         self._check_together("gather")
-        value = torch.as_tensor(value, dtype=torch.float64).detach()
+        value = torch.as_tensor(value, dtype=torch.float64, device="cpu").detach()
         if self.is_server:  # a worker may have become one
-            return value[None].cpu()
+            return value[None]
         with self._error_wording():
             self._ready()
             return self._reductions.rows(value, "run.gather()").reshape(-1, *value.shape)
