@@ -79,7 +79,6 @@ class RunStrategy(Base):
     """
 
     def __init__(self, **settings: Any) -> None:
-        check_settings(settings)
         if simulated_rank() is not None:
             raise UserError(
                 "AladdinStrategy: Lightning cannot be simulated, because its ranks cannot share a "
@@ -88,6 +87,7 @@ class RunStrategy(Base):
         super().__init__()
         self._settings = settings
         self._job = job = find_job(settings)
+        check_settings(settings)  # after find_job(), by which only one rank reports an error
         self.world_size = job.workers
         self.global_rank = job.index
         self.local_rank = list(job.hosts[: job.rank]).count(job.host)

@@ -91,7 +91,8 @@ def loop(run: DataParallel, model: nn.Sequential, fault: str | None = None) -> N
             raise ValueError("in the loop")
         if is_last and fault == "algorithm":
             model[0].weight.grad = torch.zeros(16, 8)
-        fails_now = is_last and fault == "data"
+        if is_last and fault == "data":
+            fails_now = True  # until the loop fails: a thread may have loaded the next batch
         if is_last and fault == "interrupt":
             os.kill(os.getpid(), signal.SIGINT)
         run.step(loss)
