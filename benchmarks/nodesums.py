@@ -109,7 +109,7 @@ def draw(results: Sequence[Result], path: Path) -> None:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    able = [name for name in ALGORITHMS if find_algorithm(name).node_sums]
+    able = [name for name in ALGORITHMS if find_algorithm(name).islands]
     parser.add_argument("--algorithm", nargs="+", choices=able, default=able, help="algorithms")
     parser.set_defaults(workload=["vgg16"])
 

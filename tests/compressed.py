@@ -20,6 +20,7 @@ from aladdin_mpi.codec.quantised import make_codec
 from aladdin_mpi.control.budget import Budget, SampleLease
 from aladdin_mpi.data.builtin_sets import read_digits
 from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
+from aladdin_mpi.flat.lanes import Lane
 from aladdin_mpi.flat.layout import Layout, cut
 from aladdin_mpi.flat.replica import PhantomReplica, Replica, outline
 from aladdin_mpi.optimizers.sgd import MomentumSGD
@@ -28,6 +29,7 @@ from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.session.building import Computing, make_server, make_worker, momentum_sgd
 from aladdin_mpi.session.context import Context
+from aladdin_mpi.session.islands import Islands
 from aladdin_mpi.transport.base import Traffic, Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 from aladdin_mpi.worker.role import Role
@@ -167,7 +169,8 @@ def run_rank(job: Job, transport: Transport) -> RankResult:
     replica = PhantomReplica(sum(sizes.layers), sizes) if job.timed else Replica(module)
     x, options, layout = replica.parameters, job.options, layout_of(job)
     algorithm = find_algorithm(job.algorithm)
-    context = Context(transport, options, algorithm, module, replica, layout)
+    islands = Islands.of_single_ranks(layout.servers, transport.size)
+    context = Context(transport, options, algorithm, module, replica, islands, [Lane(layout, 0, 1)])
     sgd = momentum_sgd(options, x)
     codec = _codec(job, replica, sgd, moves_bytes=transport.needs_memory)
     schedule: Callable[[int], float] = lambda samples: job.lr  # noqa: E731

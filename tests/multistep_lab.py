@@ -14,12 +14,14 @@ from aladdin_mpi.algorithms.multistep import MultistepWorker
 from aladdin_mpi.codec.base import DenseWire
 from aladdin_mpi.control.budget import Budget, SampleLease
 from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.flat.lanes import Lane
 from aladdin_mpi.flat.replica import Replica
 from aladdin_mpi.options.algorithms import find_algorithm
 from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.session.building import Computing, make_worker, momentum_sgd
 from aladdin_mpi.session.context import Context, make_layout
+from aladdin_mpi.session.islands import Islands
 from aladdin_mpi.transport.base import Traffic, Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 from aladdin_mpi.worker.step import StepTimeModel
@@ -137,7 +139,8 @@ def run_rank(job: Job, transport: Transport) -> Result:
     options = job.options
     kind = find_algorithm("multistep")
     layout = make_layout(options, kind, replica, 0, transport.size)
-    context = Context(transport, options, kind, module, replica, layout)
+    islands = Islands.of_single_ranks(layout.servers, transport.size)
+    context = Context(transport, options, kind, module, replica, islands, [Lane(layout, 0, 1)])
     leases: list[SampleLease] = []
 
     def compute(lease: SampleLease) -> float:

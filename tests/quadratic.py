@@ -18,6 +18,7 @@ from aladdin_mpi.codec.base import DenseWire, GradientCodec
 from aladdin_mpi.control.budget import Budget, SampleLease, WorkerReport
 from aladdin_mpi.exchange.server import ParameterServer
 from aladdin_mpi.exchange.server_mailbox import ReceivedBucket
+from aladdin_mpi.flat.lanes import Lane
 from aladdin_mpi.flat.layout import BYTES_PER_MB, BYTES_PER_VALUE, Layout, cut
 from aladdin_mpi.flat.replica import Replica
 from aladdin_mpi.optimizers.sgd import MomentumSGD
@@ -26,6 +27,7 @@ from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.session.building import Computing, make_server, make_worker, momentum_sgd
 from aladdin_mpi.session.context import Context
+from aladdin_mpi.session.islands import Islands
 from aladdin_mpi.transport.base import Traffic
 from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
 from aladdin_mpi.worker.step import StepTimeModel
@@ -221,9 +223,9 @@ def _rank(setup: Setup, transport: VirtualTransport) -> WorkerResult | ServerRes
     module = Quadratic(setup.numel)
     replica = Replica(module)
     x = replica.parameters
-    context = Context(
-        transport, setup.options, find_algorithm("aladdin"), module, replica, setup.layout
-    )
+    islands = Islands.of_single_ranks(setup.layout.servers, transport.size)
+    lanes, algorithm = [Lane(setup.layout, 0, 1)], find_algorithm("aladdin")
+    context = Context(transport, setup.options, algorithm, module, replica, islands, lanes)
     sgd = momentum_sgd(setup.options, x)
     wire = DenseWire(setup.wire, x.device)
     if context.is_server:

@@ -20,6 +20,7 @@ from aladdin_mpi.control.exchange import barrier
 from aladdin_mpi.control.refusals import NBYTES, Refusal
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
+from aladdin_mpi.flat.lanes import Lane
 from aladdin_mpi.flat.layout import (
     BYTES_PER_MB,
     BYTES_PER_VALUE,
@@ -40,6 +41,7 @@ from aladdin_mpi.session.building import (
     momentum_sgd,
 )
 from aladdin_mpi.session.context import Context
+from aladdin_mpi.session.islands import Islands
 from aladdin_mpi.transport.base import Traffic, Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 from aladdin_mpi.worker.role import Role
@@ -205,7 +207,9 @@ def run_rank(job: Job, transport: Transport) -> RankResult:
     module = job.problem(job.numel)
     replica = Replica(module)
     x, options = replica.parameters, job.options
-    context = Context(transport, options, job.kind, module, replica, job.layout)
+    islands = Islands.of_single_ranks(job.layout.servers, transport.size)
+    lanes = [Lane(job.layout, 0, 1)]
+    context = Context(transport, options, job.kind, module, replica, islands, lanes)
     sgd = momentum_sgd(options, x)
     wire = make_wire(context, sgd, job.samples)
     leases: list[SampleLease] = []

@@ -209,7 +209,7 @@ def variants(name: str, on: ClusterTraits) -> Iterator[Candidate]:
         return
     for wire in _wires(algorithm):
         yield _with(first, wire=wire)
-    if on.node and algorithm.node_sums and on.hosts >= max(2, algorithm.least_workers):
+    if on.node and algorithm.islands and on.hosts >= max(2, algorithm.least_workers):
         yield _with(first, node_sums=True)
         for wire in _wires(algorithm)[:1]:
             yield _with(first, wire=wire, node_sums=True)

@@ -18,7 +18,7 @@ from aladdin_mpi.codec.dgc import DeepGradientCompression
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.flat.state import HELD_BACK, saved
 from aladdin_mpi.flat.unused import joined, shifted, within
-from aladdin_mpi.flat.vectors import add, clip_norm, copy, scale
+from aladdin_mpi.flat.vectors import add, copy, scale
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.options.algorithms import AR_SGD, ArSgdOptions, own
 from aladdin_mpi.worker.role import TrainingWorker
@@ -115,7 +115,7 @@ class ArSgdWorker(TrainingWorker):
                 copy(bucket.of(g), total)
         scale(g, 1 / divisor)
         if worker.current.norm is not None:
-            clip_norm(g, worker.current.norm)
+            worker.current.clip(g, worker.current.norm)
         whole = slice(0, g.numel())
         parts = [b.part for b in worker.layout.buckets] if self.optimizer.takes_parts else [whole]
         unused = joined(unused)

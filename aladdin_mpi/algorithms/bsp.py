@@ -19,7 +19,7 @@ from aladdin_mpi.flat.vectors import scale
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.options.algorithms import BSP, BspOptions, own
 from aladdin_mpi.transport.checksums import ChecksumTransport
-from aladdin_mpi.worker.node import LeaderLink, NodeSum, host_groups
+from aladdin_mpi.worker.island import LaneSum, OwnerLink, host_groups
 from aladdin_mpi.worker.role import TrainingWorker
 from aladdin_mpi.worker.worker import Worker
 
@@ -34,7 +34,7 @@ class LeadingLink(GradientLink):
         self.wire = wire.plain
         self.group = group
         self.model = wire.buffer_for(self.x)
-        self.sum = NodeSum(worker.transport, worker.layout, group[1:], self.wire)
+        self.sum = LaneSum(worker.transport, worker.layout, group[1:], self.wire)
 
     def gradients_in(self, batch: SampleLease) -> int:
         """Return the number of workers of this host that have samples in the round."""
@@ -76,7 +76,8 @@ class FollowingLink(GradientLink):
         # Receive directly into x, unless the message may arrive damaged.
         checked = isinstance(transport, ChecksumTransport)
         model = plain.buffer(layout.numel) if checked else plain.buffer_for(self.x)
-        self.leader = LeaderLink(transport, layout, group[0], plain, self.g, self.x, model)
+        sent = plain.buffer_for(self.g)
+        self.leader = OwnerLink(transport, layout, group[0], plain, self.g, sent, self.x, model)
 
     def push(self, batch: SampleLease) -> Tensor:
         """Compute, and send each bucket to the leader as it is completed."""
@@ -86,7 +87,7 @@ class FollowingLink(GradientLink):
 
     def forward(self, g: Tensor, bucket: Bucket) -> None:
         """Send the bucket to the leader."""
-        self.leader.send(bucket)
+        self.leader.send(bucket.index)
 
     def pull(self) -> None:
         """Wait for the model from the leader."""

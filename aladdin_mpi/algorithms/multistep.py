@@ -67,7 +67,7 @@ class MultistepWorker(TrainingWorker):
         weights = DenseWire(x.dtype, x.device, moves_bytes=transport.needs_memory)
         self.order = InOrder(transport)
         context = LayerContext(transport, self.order, x, wire.plain, weights, worker)
-        exchanged = _exchanged(worker.replica, worker.count, options)
+        exchanged = _exchanged(worker.model, worker.count, options)
         self.pieces = _pieces(context, worker.layout, exchanged, options.step_size)
         self.dense = [piece for piece in self.pieces if isinstance(piece, DenseWeight)]
         # Momentum: 1/n of it on each rank, one part of the vector for each piece.
@@ -83,16 +83,16 @@ class MultistepWorker(TrainingWorker):
         self.gathering = 0
         self.waiting_for_whole: list[Callable[[], None]] = []
         self.hooks: LayerHooks | None = None
-        if isinstance(worker.replica, Replica) and worker.replica.module is not None:
-            module = worker.replica.module
-            if worker.replica.others:
+        if isinstance(worker.model, Replica) and worker.model.module is not None:
+            module = worker.model.module
+            if worker.model.others:
                 raise UserError(
                     "model: multistep requires trainable parameters of one dtype, because it "
                     "updates layers during the forward pass. Use model.to(dtype), or another "
                     "algorithm, such as ar-sgd."
                 )
             watch = worker.step.watch
-            deliver = worker.replica.gradients.deliver if watch is None else watch.deliver
+            deliver = worker.model.gradients.deliver if watch is None else watch.deliver
             self.hooks = LayerHooks(
                 module, self.pieces, self.finish, self.send_activations, deliver
             )
@@ -104,7 +104,7 @@ class MultistepWorker(TrainingWorker):
 
     def places(self, workers: int, worker: int) -> torch.Tensor:
         """Return the positions in the flat vector that a worker updates, in order of its pieces."""
-        replica, options = self.worker.replica, self.options
+        replica, options = self.worker.model, self.options
         exchanged = _exchanged(replica, workers, options)
         weights = {layer.weight.start: layer for layer in exchanged}
         biases = {layer.bias.start for layer in exchanged if layer.bias is not None}

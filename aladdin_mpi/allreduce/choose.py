@@ -89,8 +89,8 @@ def make(
         )
     elif name == "horovod" and not transport.has_collectives:
         raise UserError(
-            "all-reduce: horovod cannot be combined with --node-sums, because it requires all "
-            "ranks. Use ring or torch, or leave --node-sums out."
+            "all-reduce: horovod cannot be combined with --island or --node-sums, because it "
+            "requires all ranks. Use ring or torch, or leave the option out."
         )
     if name == "horovod":
         _check(name, transport, horovod.obstacle(device, wire_dtype))

@@ -13,16 +13,14 @@ from aladdin_mpi.allreduce.quantised import QuantisedAllReduce
 from aladdin_mpi.codec.base import GradientCodec
 from aladdin_mpi.codec.quantised import QuantisedCodec
 from aladdin_mpi.flat.layout import Bucket
-from aladdin_mpi.flat.replica import PhantomReplica, Replica
+from aladdin_mpi.flat.replica import FlatModel
 from aladdin_mpi.options.general import GeneralOptions
 from aladdin_mpi.transport.base import Transport
 
 SumCodec = GradientCodec | LowRank
 
 
-def sum_codec(
-    wire: GradientCodec, replica: Replica | PhantomReplica, options: GeneralOptions
-) -> SumCodec:
+def sum_codec(wire: GradientCodec, replica: FlatModel, options: GeneralOptions) -> SumCodec:
     """Return the codec of sums: ``wire``, unless they are of low rank."""
     if options.compression != "powersgd":
         return wire

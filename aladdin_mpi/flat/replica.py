@@ -144,7 +144,7 @@ def _dense_layers(module: nn.Module) -> tuple[DenseLayer, ...]:
     return tuple(layers[::-1])
 
 
-class _Flat:
+class FlatModel:
     """A module's trainable parameters as a flat vector, with the sizes of an :class:`Outline`.
 
     Attributes:
@@ -166,7 +166,7 @@ class _Flat:
         return torch.zeros_like(self.parameters)
 
 
-class Replica(_Flat):
+class Replica(FlatModel):
     """A module's trainable parameters as a flat vector, last layer first.
 
     The last layer comes first because backward completes it first: bucket 0 can then
@@ -320,7 +320,7 @@ class Replica(_Flat):
         return frozen + list(self.module.buffers())
 
 
-class PhantomReplica(_Flat):
+class PhantomReplica(FlatModel):
     """Only the sizes of a model, for simulated computation.
 
     Its vectors are ``meta`` tensors, which store nothing; the wire's memory belongs to

@@ -520,7 +520,7 @@ class Checkpoints(RunHook):
 
 def _restore_failed(session: Session, is_new: bool) -> None:
     """Give the global model to workers that had failed when the checkpoint was written."""
-    context, role, replica = session.context, session.role, session.context.replica
+    context, role, replica = session.context, session.role, session.context.whole
     new = broadcast(context.transport, gather(context.transport, is_new))
     common: dict[str, Any] = broadcast(context.transport, role.common())
     if is_new:

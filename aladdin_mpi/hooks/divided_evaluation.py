@@ -48,7 +48,7 @@ def is_divided(context: Context) -> bool:
         return False
     if choice == "workers":
         return True
-    mine = context.is_server or is_accelerator(context.replica.parameters.device)
+    mine = context.is_server or is_accelerator(context.whole.parameters.device)
     return bool(broadcast(transport, all(gather(transport, mine))))
 
 
@@ -72,7 +72,7 @@ class DividedEvaluation:
         self, context: Context, measurement: Measurement, after: Callable[[], None]
     ) -> None:
         self._context = context
-        self._dtype = full(context.replica.parameters.dtype)
+        self._dtype = full(context.whole.parameters.dtype)
         self._measurement = measurement
         self._after = after
         self._transport = transport = context.transport
@@ -91,7 +91,7 @@ class DividedEvaluation:
         self._on_figures: Callable[[Figures], None] = lambda figures: None
         self._give_up: Callable[[], None] = lambda: None
         transport.exclude_from_traffic(Tag.EVALUATE, Tag.EVALUATED)
-        length = max(self._dtype.itemsize * min(PIECE, context.replica.numel), 8 * transport.size)
+        length = max(self._dtype.itemsize * min(PIECE, context.whole.numel), 8 * transport.size)
         transport.on_message(Tag.EVALUATE, HEAD_BYTES + length, self._collect)
         if transport.rank == 0:
             transport.on_message(Tag.EVALUATED, SUMS_BYTES, self._take)
@@ -161,7 +161,7 @@ class DividedEvaluation:
         number, start = message[:HEAD_BYTES].clone().view(torch.int64).tolist()
         values = message[HEAD_BYTES:].clone()
         if start == RANKS:
-            numel, dtype = self._context.replica.numel, self._dtype
+            numel, dtype = self._context.whole.numel, self._dtype
             ranks = values.view(torch.int64).tolist()
             self._arriving = _Arriving(number, ranks, torch.empty(numel, dtype=dtype), numel)
         arriving = self._arriving

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from aladdin_mpi.control.budget import WorkerReport
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.data.loading import global_generators_kept
-from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.flat.replica import Replica
 from aladdin_mpi.flat.vectors import full
 from aladdin_mpi.hooks.divided_evaluation import DividedEvaluation, is_divided
@@ -35,7 +34,7 @@ from aladdin_mpi.session.plan import Plan
 from aladdin_mpi.worker.role import Role
 
 FRAME_BYTES = 16
-"""Header of a bucket's values: its index and their weight."""
+"""Header of a piece's values: its number and their weight."""
 
 
 class Snapshots:
@@ -47,23 +46,26 @@ class Snapshots:
 
     def __init__(self, context: Context, role: Role) -> None:
         self._transport = transport = context.transport
-        self._layout = layout = context.layout
+        self._pieces = context.pieces
         self._role = role
-        self._dtype = dtype = full(context.replica.parameters.dtype)
+        self._numel = context.whole.numel
+        self._dtype = dtype = full(context.whole.parameters.dtype)
         self._projections = context.projections  # a copy may be a mean of several models
-        self._holders = {bucket: context.holders(bucket) for bucket in layout.buckets}
-        self._mine = [b for b, ranks in self._holders.items() if transport.rank in ranks]
+        self._mine = [
+            number for number, piece in enumerate(self._pieces) if transport.rank in piece.holders
+        ]
         self._on_copy: Callable[[Tensor], None] = lambda vector: None
         self._vector = torch.empty(0)
         self._weights: list[float] = []
         self._missing: set[tuple[int, int]] = set()
         transport.on_failure(self._lose)
         transport.exclude_from_traffic(Tag.SNAPSHOT, Tag.SHARD)
-        self._others = {rank for ranks in self._holders.values() for rank in ranks} - {0}
+        self._others = {rank for piece in self._pieces for rank in piece.holders} - {0}
         if self._others:
             transport.on_message(Tag.SNAPSHOT, 1, self._answer)
             if transport.rank == 0:
-                most = FRAME_BYTES + dtype.itemsize * layout.largest
+                largest = max(piece.bucket.numel for piece in self._pieces)
+                most = FRAME_BYTES + dtype.itemsize * largest
                 transport.on_message(Tag.SHARD, most, self._collect)
 
     @property
@@ -74,13 +76,13 @@ class Snapshots:
     def take(self, on_copy: Callable[[Tensor], None]) -> None:
         """Start to collect a copy at rank 0; ``on_copy`` is called with it (flat, on the CPU)."""
         self._on_copy = on_copy
-        self._vector = torch.zeros(self._layout.numel, dtype=self._dtype)
-        self._weights = [0.0] * len(self._layout.buckets)
+        self._vector = torch.zeros(self._numel, dtype=self._dtype)
+        self._weights = [0.0] * len(self._pieces)
         failed = self._transport.failed
         self._missing = {
-            (rank, bucket.index)
-            for bucket, ranks in self._holders.items()
-            for rank in ranks
+            (rank, number)
+            for number, piece in enumerate(self._pieces)
+            for rank in piece.holders
             if rank not in failed
         }
         for rank in sorted(self._others - failed):
@@ -88,8 +90,9 @@ class Snapshots:
         self._role.when_whole(self._add_mine)
 
     def _add_mine(self) -> None:
-        for bucket in self._mine:
-            self._add(0, bucket, self._role.weight(bucket), self._role.part(bucket))
+        for number in self._mine:
+            bucket = self._pieces[number].bucket
+            self._add(0, number, self._role.weight(bucket), self._role.part(bucket))
 
     def _lose(self, rank: int) -> None:
         """Drop the part of a failed rank, which may complete the copy."""
@@ -99,26 +102,28 @@ class Snapshots:
             self._finish()
 
     def _answer(self, source: int, message: Tensor) -> None:
-        for bucket in self._mine:
-            head = torch.tensor([bucket.index, self._role.weight(bucket)], dtype=torch.float64)
+        for number in self._mine:
+            bucket = self._pieces[number].bucket
+            head = torch.tensor([number, self._role.weight(bucket)], dtype=torch.float64)
             values = self._role.part(bucket).detach().to("cpu", self._dtype)
             frame = torch.cat([head.view(torch.uint8), values.view(torch.uint8)])
             self._transport.isend(frame, source, Tag.SHARD)
 
     def _collect(self, source: int, message: Tensor) -> None:
-        index, weight = message[:FRAME_BYTES].clone().view(torch.float64).tolist()
+        number, weight = message[:FRAME_BYTES].clone().view(torch.float64).tolist()
         values = message[FRAME_BYTES:].clone().view(self._dtype)
-        self._add(source, self._layout.buckets[int(index)], weight, values)
+        self._add(source, int(number), weight, values)
 
-    def _add(self, source: int, bucket: Bucket, weight: float, values: Tensor) -> None:
-        mine = self._vector[bucket.part]
-        if len(self._holders[bucket]) == 1:
+    def _add(self, source: int, number: int, weight: float, values: Tensor) -> None:
+        piece = self._pieces[number]
+        mine = self._vector[piece.part]
+        if len(piece.holders) == 1:
             mine.copy_(values)
         elif weight:
             # A running mean is exact if all values are equal.
-            self._weights[bucket.index] += weight
-            mine.lerp_(values.to(mine.device, mine.dtype), weight / self._weights[bucket.index])
-        self._missing.discard((source, bucket.index))
+            self._weights[number] += weight
+            mine.lerp_(values.to(mine.device, mine.dtype), weight / self._weights[number])
+        self._missing.discard((source, number))
         self._finish()
 
     def _finish(self) -> None:

@@ -130,7 +130,7 @@ class BatchNormRecalibrator:
 
     def __init__(self, context: Context) -> None:
         self._transport = transport = context.transport
-        self._replica = context.replica
+        self._replica = context.whole
         self._source = context.servers
         batches, module = context.options.bn_batches, context.module
         modules = {name: module.get_submodule(name) for name in context.parts or ("",)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from math import isfinite, prod
+from math import isfinite
 from typing import NamedTuple
 
 import torch
@@ -88,6 +88,8 @@ class ModelVariance:
     deviations, so that its memory does not depend on n. Sums over the sample are weighted to be
     unbiased estimates of those over the model. Scalars such as each worker's distance from the
     global model would be smaller, but workers have no common global model of the same moment.
+
+    Of islands, the first members answer for their lane, an equal part of every bucket.
 
     With lockstep, each worker answers after the steps of all samples before the evaluation, so
     that workers with identical models have 0. Otherwise workers answer at once: over MPI, possibly
@@ -226,11 +228,11 @@ class ModelVariance:
 
 def model_variance(context: Context, role: Role) -> ModelVariance:
     """Return the measurement for this rank's ``role``."""
-    sizes = tuple(prod(shape) for shape in context.replica.shapes)
-    places = draw_places(sizes, context.options.seed)
+    first = context.lanes[0]
+    places = draw_places(tuple(first.sizes(context.whole.sizes)), context.options.seed)
     return ModelVariance(
         context.transport,
-        context.layout,
+        first.layout,
         role,
         places,
         context.leaders,

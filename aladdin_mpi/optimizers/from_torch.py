@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.flat.lanes import Lane
 from aladdin_mpi.flat.replica import places
 from aladdin_mpi.flat.unused import Unused, used_parts
 from aladdin_mpi.flat.vectors import blocks
@@ -131,6 +132,7 @@ class TorchOptimizer(Optimizer):
         like: the flat vector.
         scheduler: scheduler of ``given``; it advances with every step of any worker.
         access: the script's access to ``given``.
+        lane: the part of the module's parameters that forms the flat vector; None: all.
     """
 
     def __init__(
@@ -140,13 +142,16 @@ class TorchOptimizer(Optimizer):
         like: Tensor,
         scheduler: LRScheduler | None = None,
         access: ScriptAccess | None = None,
+        lane: Lane | None = None,
     ) -> None:
         self.given = given
         self.name = type(given).__name__
         self.scheduler = scheduler
         self.takes_parts = treats_values_alike(given)
         self._like = like
-        self._owned = _owned(given, module)
+        self._lane = lane
+        self._places = places(module)
+        self._owned = _owned(given, self._places, lane)
         self._numeric = numeric_names(given)
         self._parts: dict[tuple[int, int], OptimizerPart] = {}
         self._inherited = Inherited()
@@ -271,17 +276,23 @@ class TorchOptimizer(Optimizer):
             start, stop = max(where.start, part.start), min(where.stop, part.stop)
             if start >= stop:
                 continue
-            segment = Segment(parameter, start - where.start, stop - where.start)
+            held = self._segments(parameter, slice(start, stop))
             begins, last = start - part.start, pieces[-1] if pieces else None
             follows = last is not None and (last.group, last.stop) == (group, begins)
             if follows and alike(self.given, segments[-1][0].parameter, parameter):
                 pieces[-1] = replace(pieces[-1], numel=stop - part.start - pieces[-1].start)
-                segments[-1].append(segment)
+                segments[-1] += held
             else:
                 pieces.append(PartPiece(group, begins, stop - start))
-                segments.append([segment])
+                segments.append(held)
         states = [initial_state(self.given, each) for each in segments]
         return OptimizerPart(self.given, pieces, self._like, states)
+
+    def _segments(self, parameter: nn.Parameter, part: slice) -> list[Segment]:
+        """Return the values of a parameter that form a part of the vector."""
+        origin = self._places[parameter].start
+        held = [part] if self._lane is None else self._lane.widen(part)
+        return [Segment(parameter, each.start - origin, each.stop - origin) for each in held]
 
     def _shaped(self, part: slice) -> OptimizerPart:
         """Return a part with one piece for each parameter; ``part`` is the whole vector."""
@@ -389,6 +400,8 @@ class TorchOptimizer(Optimizer):
 
     def _parameter_states(self) -> States | None:
         """Return copies of the parameters' states; None if other ranks have some of them."""
+        if self._lane is not None:
+            return None
         if self.takes_parts:
             parts = [(start, part) for (start, _), part in self._parts.items()]
             return states_of_rows(self._owned, parts, self._inherited.state_dict())
@@ -410,7 +423,9 @@ class TorchOptimizer(Optimizer):
             self._steps = state["steps"]
 
 
-def _owned(given: torch.optim.Optimizer, module: nn.Module) -> list[Place]:
+def _owned(
+    given: torch.optim.Optimizer, whole: dict[nn.Parameter, slice], lane: Lane | None
+) -> list[Place]:
     """Return the places of the optimizer's parameters in the flat vector, in flat order."""
     group_of = {
         parameter: number
@@ -418,7 +433,7 @@ def _owned(given: torch.optim.Optimizer, module: nn.Module) -> list[Place]:
         for parameter in group["params"]
     }
     return [
-        (where, group_of[parameter], parameter)
-        for parameter, where in places(module).items()
+        (where if lane is None else lane.narrow(where), group_of[parameter], parameter)
+        for parameter, where in whole.items()
         if parameter in group_of
     ]

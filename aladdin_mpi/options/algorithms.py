@@ -87,7 +87,7 @@ class Algorithm:
             rank: gradients, or differences of models; None: these cannot.
         whole_models: the algorithm tolerates models that are sent rounded to bf16.
         auto_wire: the format of ``--wire auto``; the initial one if it adapts.
-        node_sums: a node can be one of its workers (per-node aggregation).
+        islands: a worker can be an island of several ranks.
         needs_all: whether, with these options, it cannot continue without every worker.
         collective: gradients or models are sent in collectives, which have no checksums.
         optimizers: supported optimizers.
@@ -115,7 +115,7 @@ class Algorithm:
     all_reduces: Summed | None = None
     whole_models: bool = True
     auto_wire: str = "fp32"
-    node_sums: bool = False
+    islands: bool = False
     needs_all: Callable[[GeneralOptions], bool] = lambda run: False
     collective: bool = False
     optimizers: Optimizers = "any"
@@ -258,7 +258,7 @@ ALADDIN = Algorithm(
     "aladdin",
     AladdinOptions,
     has_servers=True,
-    node_sums=True,
+    islands=True,
     compresses=True,
     quantises=True,
     optimizers="by-value",
@@ -312,7 +312,7 @@ ALADDIN_AHEAD = Algorithm(
     "aladdin-ahead",
     AladdinAheadOptions,
     has_servers=True,
-    node_sums=True,
+    islands=True,
     quantises=True,
     whole_models=False,
     auto_wire="int8",
@@ -350,7 +350,7 @@ ALADDIN_LOCAL = Algorithm(
     "aladdin-local",
     AladdinLocalOptions,
     has_servers=True,
-    node_sums=True,
+    islands=True,
     whole_models=False,
     on_resize="the steps that the servers lack are averaged",
 )
@@ -378,8 +378,9 @@ def _check_host_first(run: GeneralOptions) -> None:
     if not own(run, BspOptions).host_first:
         return
     whole = "which sums whole gradients"
+    island = run.island_flag
     for flag, is_given, why in (
-        ("--node-sums", run.node_sums, "which already sums gradients on the host. Leave"),
+        (island, bool(island), "which already sums gradients on the host. Leave"),
         (f"--compression {run.compression}", run.compression != "none", f"{whole}. Leave"),
         (f"--wire {run.wire}", run.wire in QUANTISED_BITS, f"{whole}. Use --wire bf16, or leave"),
     ):
@@ -391,7 +392,7 @@ BSP = Algorithm(
     "bsp",
     BspOptions,
     has_servers=True,
-    node_sums=True,
+    islands=True,
     lockstep=True,
     compresses=True,
     quantises=True,
@@ -420,7 +421,7 @@ ASP = Algorithm(
     "asp",
     AspOptions,
     has_servers=True,
-    node_sums=True,
+    islands=True,
     compresses=True,
     quantises=True,
     optimizers="by-value",
@@ -491,7 +492,13 @@ class EasgdOptions(OwnOptions):
 
 
 EASGD = Algorithm(
-    "easgd", EasgdOptions, has_servers=True, has_centre=True, quantises=True, on_resize=FROM_CENTRE
+    "easgd",
+    EasgdOptions,
+    has_servers=True,
+    has_centre=True,
+    islands=True,
+    quantises=True,
+    on_resize=FROM_CENTRE,
 )
 EAMSGD = Algorithm(
     "eamsgd",
@@ -527,7 +534,7 @@ def _sums_need_all(run: GeneralOptions, allreduce: Allreduce) -> bool:
 AR_SGD = Algorithm(
     "ar-sgd",
     ArSgdOptions,
-    node_sums=True,
+    islands=True,
     lockstep=True,
     holder="first",
     compresses=True,
@@ -557,7 +564,7 @@ class LocalSgdOptions(OwnOptions):
 LOCAL_SGD = Algorithm(
     "local-sgd",
     LocalSgdOptions,
-    node_sums=True,
+    islands=True,
     lockstep=True,
     holder="all",
     all_reduces="progress",
@@ -617,7 +624,7 @@ def _check_fragments(run: GeneralOptions) -> None:
 DILOCO = Algorithm(
     "diloco",
     DilocoOptions,
-    node_sums=True,
+    islands=True,
     lockstep=True,
     holder="first",
     all_reduces="progress",
@@ -671,6 +678,7 @@ ASYNC_DILOCO = Algorithm(
     "async-diloco",
     AsyncDilocoOptions,
     has_servers=True,
+    islands=True,
     quantises=True,
     on_resize="the outer momentum is kept, and the workers are measured again",
 )
@@ -721,7 +729,7 @@ class SgpOptions(OwnOptions):
 SGP = Algorithm(
     "sgp",
     SgpOptions,
-    node_sums=True,
+    islands=True,
     lockstep=True,
     holder="all",
     least_workers=2,
@@ -750,7 +758,7 @@ class OsgpOptions(SgpOptions):
 OSGP = Algorithm(
     "osgp",
     OsgpOptions,
-    node_sums=True,
+    islands=True,
     lockstep=True,
     holder="all",
     least_workers=2,

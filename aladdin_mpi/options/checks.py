@@ -21,8 +21,8 @@ def _servers_step(algorithm: Algorithm, options: GeneralOptions) -> bool:
 
 def marks_unused(algorithm: Algorithm, options: GeneralOptions) -> bool:
     """Return whether gradients tell other ranks which parameters they do not reach."""
-    is_summed = algorithm.holder == "first" or options.node_sums
-    return is_summed or _servers_step(algorithm, options)
+    is_summed = algorithm.holder == "first" or options.island_flag
+    return bool(is_summed) or _servers_step(algorithm, options)
 
 
 def steps_unused(algorithm: Algorithm, options: GeneralOptions) -> bool:
@@ -82,19 +82,20 @@ def _conflicts(algorithm: Algorithm, options: GeneralOptions) -> Iterator[str]:
     name, compression = algorithm.name, options.compression
     yield from _compression_conflicts(algorithm, options)
     yield from _wire_conflicts(algorithm, options)
-    if options.node_sums and not algorithm.node_sums:
+    island = options.island_flag
+    if island and not algorithm.islands:
         yield (
-            "--node-sums requires an algorithm that supports per-node aggregation "
-            f"({_able(lambda each: each.node_sums)}); {name} does not. Leave the option out."
+            f"{island} requires an algorithm whose workers can be islands "
+            f"({_able(lambda each: each.islands)}); those of {name} cannot. Leave the option out."
         )
     in_collective = f"which {name} sends in a collective of all workers"
     for flag, is_given, why in (
         ("--max-loss", options.max_loss is not None, "which checks the loss of each worker"),
         ("--compression dgc", compression == "dgc" and algorithm.collective, in_collective),
-        ("--allow-resize", options.allow_resize, "as each node is one worker"),
+        ("--allow-resize", options.allow_resize, "as each island is one worker"),
     ):
-        if options.node_sums and is_given:
-            yield f"--node-sums cannot be combined with {flag}, {why}. Leave one out."
+        if island and is_given:
+            yield f"{island} cannot be combined with {flag}, {why}. Leave one out."
     if options.checksum and algorithm.collective:
         yield (
             "--checksum requires an algorithm that sends messages from rank to rank "

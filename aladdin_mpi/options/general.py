@@ -216,6 +216,13 @@ class GeneralOptions(BaseModel):
         common=True,
         details="ignored by algorithms without servers",
     )
+    island: PositiveInt | Literal["node"] = run_option(
+        1,
+        "number of workers of a host that act as one worker",
+        "WORKERS",
+        details="they divide each step's samples, the gradient and the algorithm's vectors among "
+        "themselves; node: all workers of a host",
+    )
     node_sums: bool = run_option(
         False,
         "per-node aggregation: the workers of a host act as one worker",
@@ -583,6 +590,18 @@ class GeneralOptions(BaseModel):
         return {"lr": OTHER_RATE, "weight_decay": decay, "lr_scaling": "none", **values}
 
     @property
+    def island_flag(self) -> str:
+        """The option by which several workers act as one; empty without one."""
+        return "--node-sums" if self.node_sums else "--island" if self.island != 1 else ""
+
+    @property
+    def island_size(self) -> int | None:
+        """The largest number of workers that act as one; None: all of a host."""
+        if self.node_sums:
+            return self.node_size
+        return None if self.island == "node" else self.island
+
+    @property
     def step_size(self) -> int:
         """Samples of one worker's step."""
         return self.batch_size * self.accumulate
@@ -617,6 +636,11 @@ class GeneralOptions(BaseModel):
             yield (
                 "--nesterov requires a momentum above 0. Add --momentum 0.9, or leave --nesterov "
                 "out."
+            )
+        if self.island != 1 and self.node_sums:
+            yield (
+                "--island cannot be combined with --node-sums, which is --island node. Leave "
+                "--node-sums out."
             )
         if self.node_size is not None and not self.node_sums:
             yield "--node-size requires --node-sums. Add --node-sums, or leave --node-size out."

@@ -121,7 +121,7 @@ def assemble(
         state = ""
         if task.optimizer is not None and options.resume is None and algorithm.holder == "first":
             state = task.optimizer.describe_state()  # all ranks make the same steps
-        model, servers = context.replica.describe(), context.servers
+        model, servers = context.whole.describe(), context.servers
         check_agreement(transport, options, model, task.data, servers, _described(task), state)
     plan = make_plan(options, task.epoch, task.origin, not transport.models_time, task.whole)
     base = options.lr if task.optimizer is None else 1.0

@@ -176,7 +176,7 @@ class ElasticRunner(RunHook):
         sums = getattr(getattr(options, algorithm.group, None), "allreduce", "auto")
         is_fixed = (
             sums not in FAULT_TOLERANT_ALLREDUCES
-            or options.node_sums
+            or bool(options.island_flag)
             or options.dataset == "shards"
         )
         self._machine = ElasticityMachine(

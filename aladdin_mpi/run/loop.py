@@ -191,7 +191,7 @@ class Loop:
     @property
     def _replica(self) -> Replica | None:
         """The model; None without values."""
-        replica = None if self._rank is None else self._rank.context.replica
+        replica = None if self._rank is None else self._rank.context.whole
         return replica if isinstance(replica, Replica) else None
 
     @property

@@ -103,7 +103,8 @@ class Rank:
             role.complete()
         self.evaluations.note_variance()
         own = None
-        if context.algorithm.takes_writes and context.workers > 1 and context.is_real:
+        is_alone = context.workers == 1 or context.islands.size > 1
+        if context.algorithm.takes_writes and not is_alone and context.is_real:
             assert isinstance(role, TrainingWorker)  # there are no servers
             own = role.own_model.clone()
         model = collect_model(context, role)

@@ -24,7 +24,7 @@ from aladdin_mpi.run.report import CURVES, draw_curves, table
 from aladdin_mpi.run.run_folder import MODEL
 from aladdin_mpi.session.context import Context
 from aladdin_mpi.session.coordinator import Coordinator
-from aladdin_mpi.worker.role import Role
+from aladdin_mpi.worker.role import Role, TrainingWorker
 
 
 class AccountsError(RuntimeError):
@@ -48,8 +48,11 @@ def summarise(
     ``model`` is the flat trained model, None with timed computing; ``waiting`` is this rank's time
     waiting during training, in seconds. Returns the summary at rank 0, an empty dict elsewhere.
     """
+    counts = role.counts()
+    if isinstance(role, TrainingWorker) and not role.worker.is_first_member:
+        counts.pop("coalesced", None)  # the island's gradients count once
     mine = {
-        **role.counts(),
+        **counts,
         "waiting": waiting,
         "figures": user_metrics.late,
     }
@@ -111,7 +114,7 @@ def _about(context: Context, coordinator: Coordinator, left_out: int) -> dict[st
         "model": options.model,
         "dataset": options.dataset,
         "seed": options.seed,
-        "parameters": context.replica.numel,
+        "parameters": context.whole.numel,
         "samples": samples,
         "epochs": samples / plan.epoch,
         "steps": samples / plan.step,

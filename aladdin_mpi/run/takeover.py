@@ -200,7 +200,7 @@ def take_over(session: Session, takeover: Takeover) -> None:
     _keep_own_counts(merged, plan)
     now = replace(origin, workers=context.workers, servers=context.servers, past=past)
     known = plan.accounting if is_first else None
-    step = context.options.step_size / len(context.replica.outside)
+    step = context.options.step_size / len(context.whole.outside)
     losses = _losses(takeover, lost, step) if is_first else ()
     session.take_over(plan.drawn, merged, now, known, losses)
     _take_local(session, takeover)
@@ -304,7 +304,7 @@ def _take_local(session: Session, takeover: Takeover) -> None:
     are_new: list[bool] = broadcast(transport, gather(transport, is_new))
     if not any(are_new):
         return
-    for buffer in context.replica.buffers():
+    for buffer in context.whole.buffers():
         flat = buffer.view(-1) if buffer.dim() == 0 else buffer
         values = flat.detach().cpu().clone().contiguous()
         broadcast_tensor(transport, values, are_new.index(False))

@@ -28,8 +28,8 @@ from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.session.context import Context
 from aladdin_mpi.session.user_optimizer import UserOptimizer, check_length
 from aladdin_mpi.worker.gradient_pass import Clipping
-from aladdin_mpi.worker.node import LedSampleClient, NodeLeader
-from aladdin_mpi.worker.role import LedWorker, TrainingWorker
+from aladdin_mpi.worker.island import Island, IslandSampleClient
+from aladdin_mpi.worker.role import ComputingMember, TrainingWorker
 from aladdin_mpi.worker.step import Compute, StepTimeModel
 from aladdin_mpi.worker.worker import Worker
 
@@ -53,8 +53,16 @@ def make_optimizer(
         return momentum_sgd(options, x, clip and clip / sqrt(len(context.leaders)))
     if steps is not None:
         check_length(own, steps)
-    optimizer = TorchOptimizer(own.given, context.module, x, own.scheduler, own.access)
+    lane = context.lane if len(context.lanes) > 1 else None
+    optimizer = TorchOptimizer(own.given, context.module, x, own.scheduler, own.access, lane)
     registry.check_optimizer(context.algorithm, options, optimizer)
+    if len(context.lanes) > 1 and not optimizer.takes_parts:
+        raise UserError(
+            f"optimizer: {optimizer.name} steps whole parameters, and with {options.island_flag} "
+            f"each rank of an island has one of {len(context.lanes)} parts of each. Use an "
+            "optimizer that treats every value alike, such as AdamW, or leave "
+            f"{options.island_flag} out."
+        )
     return optimizer
 
 
@@ -166,12 +174,14 @@ def make_worker(
 ) -> TrainingWorker:
     """Return the algorithm's worker role; ``lr`` is the learning rate as a function of samples."""
     options, algorithm, transport = context.options, context.algorithm, context.transport
-    is_led, size = context.is_led, len(context.node)
-    node = None
-    if size > 1 and not is_led:
-        node = NodeLeader(transport, context.layout, context.node, context.replica.parameters)
+    marks, only_computes = marks_unused(algorithm, options), context.lane is None
+    island, draws = None, None
+    if context.islands.size > 1:
+        ranks, x = context.island, context.replica.parameters
+        island = Island(transport, ranks, context.lanes, context.whole, x, marks)
+        draws = None if island.is_first else IslandSampleClient(transport, ranks[0])
     worker = Worker(
-        transport if is_led else context.among,
+        context.among,
         context.layout,
         context.replica,
         computing.compute,
@@ -179,7 +189,7 @@ def make_worker(
         options.step_size,
         lr,
         Clipping(
-            None if is_led else options.clip,
+            None if only_computes else options.clip,
             "own" if options.compression == "dgc" else algorithm.clips,
             computing.may_clip,
             options.wait_free and options.max_loss is None and not context.parts,
@@ -191,13 +201,14 @@ def make_worker(
         computing.after_step,
         computing.on_empty,
         transport,
-        node,
-        LedSampleClient(transport, context.node[0]) if is_led else None,
-        marks_unused(algorithm, options),
+        context.servers,
+        island,
+        draws,
+        marks,
         steps_unused(algorithm, options),
         context.projections.apply if context.projections else None,
         partial(scale_of, options.lr_scaling),
     )
-    if is_led:
-        return LedWorker(worker, optimizer, context.node[0])
+    if only_computes:
+        return ComputingMember(worker, optimizer)
     return implementation(algorithm).worker(worker, optimizer, wire, options)

@@ -6,6 +6,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,11 @@ import aladdin_mpi
 from aladdin_mpi.algorithms.registry import implementation
 from aladdin_mpi.control.exchange import all_or_none, allreduce_tensor, broadcast_tensor, gather
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.flat.lanes import Lane, LaneReplica, make_lanes
 from aladdin_mpi.flat.layout import Bucket, Layout, between_parameters, cut
 from aladdin_mpi.flat.parts import outside_parts
 from aladdin_mpi.flat.replica import (
+    FlatModel,
     PhantomReplica,
     Projection,
     Projections,
@@ -27,9 +30,9 @@ from aladdin_mpi.flat.vectors import full
 from aladdin_mpi.options.algorithms import Algorithm
 from aladdin_mpi.options.run import RunOptions, check_workers
 from aladdin_mpi.process import guard
+from aladdin_mpi.session.islands import Islands, make_islands
 from aladdin_mpi.transport.base import Transport, once, surviving_ranks
 from aladdin_mpi.transport.group import PartOfRanks
-from aladdin_mpi.worker.node import host_groups
 from aladdin_mpi.worker.role import Role
 
 
@@ -42,13 +45,29 @@ def versions() -> dict[str, str]:
     }
 
 
+class Piece(NamedTuple):
+    """A part of the global model: a bucket of a lane.
+
+    Attributes:
+        bucket: the bucket of the lane.
+        part: its place in the whole vector.
+        holders: ranks whose values form the global model's.
+    """
+
+    bucket: Bucket
+    part: slice
+    holders: Sequence[int]
+
+
 @dataclass(frozen=True)
 class Context:
     """The shared objects of one rank.
 
     Attributes:
         module: the module, on its device.
-        nodes: ranks of each node's workers, if a node is one worker of the algorithm.
+        whole: the module's parameters as a flat vector.
+        islands: the ranks, by the workers of the algorithm that they form.
+        lanes: all lanes of the model.
         numbers: initial number of each worker in the run; empty: unchanged.
         project: functions that the script applies to parameters after each step.
         parts: names of the submodules that each batch steps one after another.
@@ -58,9 +77,9 @@ class Context:
     options: RunOptions
     algorithm: Algorithm
     module: nn.Module
-    replica: Replica | PhantomReplica
-    layout: Layout
-    nodes: Sequence[Sequence[int]] = ()
+    whole: Replica | PhantomReplica
+    islands: Islands
+    lanes: Sequence[Lane]
     numbers: Sequence[int] = ()
     project: Sequence[Projection] = ()
     parts: Sequence[str] = ()
@@ -76,28 +95,60 @@ class Context:
         index = self.transport.rank - self.servers
         return self.numbers[index] if self.numbers else index
 
-    @property
-    def leaders(self) -> list[int]:
-        """The ranks that are workers of the algorithm."""
-        return [node[0] for node in self.nodes] or [*range(self.servers, self.transport.size)]
+    @cached_property
+    def lane(self) -> Lane | None:
+        """The lane of the model that this rank trains; None: it only computes gradients."""
+        number = self.islands.lane(self.transport.rank)
+        return None if number is None else self.lanes[number]
+
+    @cached_property
+    def replica(self) -> FlatModel:
+        """The model as the algorithm sees it on this rank: its lane."""
+        is_whole = self.lane is not None and self.lane.count == 1
+        return self.whole if is_whole else LaneReplica(self.whole, self.lane)
 
     @property
-    def node(self) -> Sequence[int]:
+    def layout(self) -> Layout:
+        """The layout of the replica."""
+        return Layout(0, self.servers, ()) if self.lane is None else self.lane.layout
+
+    @cached_property
+    def pieces(self) -> Sequence[Piece]:
+        """All parts of the global model, in an order that is the same on all ranks."""
+        return [
+            Piece(bucket, piece.part, self._holders(lane.number, bucket.server))
+            for lane in self.lanes
+            for bucket, piece in zip(lane.layout.buckets, lane.pieces.buckets, strict=True)
+        ]
+
+    def _holders(self, lane: int, server: int) -> Sequence[int]:
+        """Return the ranks whose values of a server's buckets form the global model's."""
+        if self.islands.size == 1:
+            return self.algorithm.holders(server, self.transport.size)
+        ranks = self.islands.ranks(lane)
+        return [ranks[place] for place in self.algorithm.holders(server, len(ranks))]
+
+    @property
+    def leaders(self) -> list[int]:
+        """The first members of the islands, which request samples."""
+        return self.islands.workers()
+
+    @property
+    def island(self) -> Sequence[int]:
         """The ranks that form one worker with this one."""
-        rank = self.transport.rank
-        return next((node for node in self.nodes if rank in node), [rank])
+        return self.islands.island(self.transport.rank)
 
     @cached_property
     def among(self) -> Transport:
-        """The transport among servers and workers of the algorithm, including this rank."""
-        if not self.nodes:
+        """The transport among the ranks that train this rank's lane; all, if it trains none."""
+        if self.islands.size == 1 or self.lane is None:
             return self.transport
-        return PartOfRanks(self.transport, [*range(self.servers), *self.leaders])
+        return PartOfRanks(self.transport, self.islands.ranks(self.lane.number))
 
     @property
     def servers(self) -> int:
         """The number of servers, which are the first ranks."""
-        return self.layout.servers
+        return self.islands.servers
 
     @property
     def workers(self) -> int:
@@ -107,14 +158,9 @@ class Context:
     @property
     def needs_all(self) -> str | None:
         """The option that requires every worker; None: the run can continue without some."""
-        if self.options.node_sums:
-            return "--node-sums"
+        if self.options.island_flag:
+            return self.options.island_flag
         return self.options.algorithm if self.algorithm.needs_all(self.options) else None
-
-    @property
-    def is_led(self) -> bool:
-        """Whether this rank computes for the leader of its node."""
-        return not self.is_server and self.transport.rank != self.node[0]
 
     @property
     def is_server(self) -> bool:
@@ -125,10 +171,6 @@ class Context:
     def is_real(self) -> bool:
         """Whether the model has values; simulated computation uses only its sizes."""
         return self.options.compute == "real"
-
-    def holders(self, bucket: Bucket) -> range:
-        """Return the ranks whose values of a bucket form the global model's."""
-        return self.algorithm.holders(bucket.server, self.transport.size)
 
 
 def make_context(
@@ -146,33 +188,56 @@ def make_context(
         UserError: more servers than the model has parts, or too few workers or nodes; projections
             that the algorithm cannot apply.
     """
-    replica = all_or_none(transport, lambda: _make_replica(transport, options, module, parts))
+    whole = all_or_none(transport, lambda: _make_replica(transport, options, module, parts))
     servers = options.servers if algorithm.has_servers else 0
-    workers = transport.size - servers
-
-    def cut_model() -> Layout:
-        return make_layout(options, algorithm, replica, servers, workers)
 
     def make() -> Context:
-        if isinstance(replica, Replica):
-            layout = between_parameters(cut_model(), replica.sizes) if project else cut_model()
-        else:  # the same on all ranks of a simulation
-            layout = once(transport, ("layout", id(module), servers, workers), cut_model)
-        _check_servers(options, replica, layout)
         if not numbers:  # otherwise the run started with more
-            check_workers(options, workers)
-        nodes = _nodes(transport, options, algorithm, servers)
+            check_workers(options, transport.size - servers)
+        islands = make_islands(transport, options, algorithm, servers)
+        of_lane, workers = servers // islands.lanes, len(islands.members)
+
+        def cut_model() -> list[Lane]:
+            layout = make_layout(options, algorithm, whole, of_lane, workers)
+            if project:
+                layout = between_parameters(layout, whole.sizes)
+            _check_servers(options, whole, layout)
+            return make_lanes(layout, islands.lanes)
+
+        if isinstance(whole, Replica):
+            lanes = cut_model()
+        else:  # the same on all ranks of a simulation
+            key = "lanes", id(module), servers, transport.size
+            lanes = once(transport, key, cut_model)
         context = Context(
-            transport, options, algorithm, module, replica, layout, nodes, numbers, project, parts
+            transport, options, algorithm, module, whole, islands, lanes, numbers, project, parts
         )
-        if context.projections and implementation(algorithm).updates_parts:
-            raise UserError(
-                f"run.project() requires whole parameters on each rank, and {algorithm.name} "
-                "updates a part of each layer on each. Use ar-sgd."
-            )
+        _check_whole_parameters(context)
         return context
 
     return all_or_none(transport, make)
+
+
+def _check_whole_parameters(context: Context) -> None:
+    """Check that nothing requires whole parameters where ranks have parts of each."""
+    algorithm, options = context.algorithm, context.options
+    if context.projections and implementation(algorithm).updates_parts:
+        raise UserError(
+            f"run.project() requires whole parameters on each rank, and {algorithm.name} "
+            "updates a part of each layer on each. Use ar-sgd."
+        )
+    if len(context.lanes) == 1:
+        return
+    compression = f"--compression {options.compression}"
+    for feature, is_used in (
+        (compression, options.compression != "none"),
+        ("run.project()", bool(context.projections)),
+    ):
+        if is_used:
+            raise UserError(
+                f"{feature} requires whole parameters on each rank, and with {options.island_flag} "
+                f"each rank of an island has one of {len(context.lanes)} parts. Leave one out."
+            )
 
 
 def _make_replica(
@@ -193,31 +258,6 @@ def _check_servers(options: RunOptions, replica: Replica | PhantomReplica, layou
             f"--servers: expected at most {len(owners)} for a model of {replica.numel} "
             f"parameters{layers}, got {layout.servers}; use fewer"
         )
-
-
-def _nodes(
-    transport: Transport, options: RunOptions, algorithm: Algorithm, servers: int
-) -> list[list[int]]:
-    """Return the ranks of each node's workers, leaders first; empty without --node-sums."""
-    if not options.node_sums:
-        return []
-    nodes = host_groups(transport, servers, options.node_size)
-    sizes = sorted({len(node) for node in nodes})
-    if len(sizes) > 1:
-        counts = " and ".join(map(str, sizes))
-        raise UserError(
-            f"--node-sums requires the same number of workers on every node, got {counts}. Start "
-            "as many on each host (servers, which are the first ranks, do not count), or add "
-            "--node-size with a number that divides all."
-        )
-    least = max(algorithm.least_workers, servers)
-    if len(nodes) < least:
-        raise UserError(
-            f"--node-sums requires at least {least} nodes for --algorithm {algorithm.name}"
-            + (f" with {servers} servers" if servers > 1 else "")
-            + f", got {len(nodes)}. Use more hosts, or leave --node-sums out."
-        )
-    return nodes
 
 
 def make_layout(
@@ -246,8 +286,10 @@ def share_model(context: Context) -> None:
     """Start from rank 0's parameters and buffers, unless the run is resumed."""
     if not context.is_real or context.options.resume is not None:
         return
-    for tensor in [context.replica.parameters, *context.replica.buffers()]:
+    for tensor in [context.whole.parameters, *context.whole.buffers()]:
         _broadcast(context.transport, tensor)
+    if isinstance(context.replica, LaneReplica):
+        context.replica.refresh()
 
 
 def share_buffers(context: Context, source: int) -> None:
@@ -270,13 +312,12 @@ def collect_model(context: Context, role: Role, without: Sequence[int] = ()) -> 
 
     None with simulated computation. The ranks ``without`` hold no part of it.
     """
-    transport, replica = context.transport, context.replica
+    transport, replica = context.transport, context.whole
     if not isinstance(replica, Replica):
         return None
     vector = torch.zeros(replica.numel, dtype=full(replica.parameters.dtype))
-    for bucket in context.layout.buckets:
-        holders = context.holders(bucket)
-        mine, weight = vector[bucket.part], 0.0
+    for bucket, part, holders in context.pieces:
+        mine, weight = vector[part], 0.0
         if transport.rank in holders and transport.rank not in without:
             mine.copy_(role.part(bucket))
             weight = role.weight(bucket)

@@ -148,7 +148,7 @@ def record_losses(context: Context, role: Role, failures: Failures | None) -> No
     taken = {}
     if isinstance(role, ServerAlgorithm):
         workers = [rank for rank in transport.failed if rank >= first]
-        turns = len(context.replica.outside)
+        turns = len(context.whole.outside)
         taken = {str(rank): role.taken_from(rank - first) // turns for rank in workers}
     everywhere = gather(transport, taken)
     if failures is not None:

@@ -51,9 +51,9 @@ class StateAssembly:
         context: Context,
         role: Role,
     ) -> None:
-        algorithm, like = context.algorithm, context.replica.parameters
+        algorithm, like = context.algorithm, context.whole.parameters
         self._layout = layout = make_layout(
-            context.options, algorithm, context.replica, origin.servers, origin.workers
+            context.options, algorithm, context.whole, origin.servers, origin.workers
         )
         self._part = part
         self._algorithm = algorithm

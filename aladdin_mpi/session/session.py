@@ -45,9 +45,9 @@ class LocalState:
 
     def __init__(self, context: Context, user: dict[str, Any]) -> None:
         self._user = user
-        self._replica = context.replica
+        self._replica = context.whole
         self._shared = context.transport.shares_process
-        self._device = context.replica.parameters.device
+        self._device = context.whole.parameters.device
         self._random = RandomState(self._device)
 
     def share_buffers(self, state: dict[str, Any]) -> None:

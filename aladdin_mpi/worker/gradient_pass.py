@@ -22,7 +22,7 @@ from aladdin_mpi.flat.unused import UnusedMarks, joined, shifted
 from aladdin_mpi.flat.vectors import clear, clip_norm, is_finite, scale, total
 from aladdin_mpi.options.algorithms import Clips
 from aladdin_mpi.transport.base import Event, IdleUntil, Transport, await_event
-from aladdin_mpi.worker.node import NodeLeader, NodeSum
+from aladdin_mpi.worker.island import Island
 from aladdin_mpi.worker.step import Compute, ModelledStep, Skip
 
 
@@ -222,9 +222,10 @@ class GradientStages:
 
     Args:
         transport: transport among all ranks, for reports to rank 0.
+        layout: of the whole model, which is ``replica``.
         step: computes the gradient.
-        node: sums the gradients of the node that this worker leads; None: it leads none.
-        marks: marks of unused parameters.
+        island: adds up the gradients of its members; None: this worker is alone.
+        marks: marks of unused parameters in the algorithm's vectors.
         writes_marks: whether other ranks have to know the unused parameters.
         reports_unused: whether the first unused parameter is still to be reported to rank 0.
         max_loss: gradients of a larger loss are refused; None: no limit.
@@ -235,7 +236,7 @@ class GradientStages:
     replica: Replica | PhantomReplica
     step: RealStep | ModelledStep
     clipping: Clipping
-    node: NodeLeader | None
+    island: Island | None
     marks: UnusedMarks
     writes_marks: bool
     reports_unused: bool
@@ -255,8 +256,8 @@ class GradientPass:
 
     Args:
         lease: samples of the step.
-        part: this rank's part of them: all, unless it leads a node.
-        vector: the flat gradient; its contents are overwritten.
+        part: this rank's part of them: all, unless it is in an island.
+        vector: the algorithm's flat gradient; its contents are overwritten.
         on_bucket: called with every bucket, in order, when it is final; None: not called.
         idle_until: see :meth:`Transport.sleep_between`.
         before_forward: see :meth:`ModelledStep.compute_into`.
@@ -282,8 +283,11 @@ class GradientPass:
         self._before_forward = before_forward
         self._stages = stages
         self._is_real = not vector.is_meta
-        self._sum: NodeSum | None = None
+        self._computed = vector
+        """The whole gradient of this rank's part, from which ``vector`` is made."""
         self._held_back: list[Bucket] = []
+        self._local: list[Bucket] = []
+        """Held back before the island adds them, as the training loop may still change them."""
         self._is_held_back = not clipping.tells_at_once
         self._on_bucket = on_bucket or _ignore
         self._hand_over = self._held_back.append if self._is_held_back else self._on_bucket
@@ -317,24 +321,26 @@ class GradientPass:
     def compute(self) -> None:
         """Compute the batch's loss and gradient."""
         stages, vector = self._stages, self.vector
-        if stages.node is not None:
-            self._sum = stages.node.begin(vector)
+        if stages.island is not None:
+            self._computed = stages.island.begin(vector)
         self.loss = stages.step.compute_into(
-            vector,
+            self._computed,
             self.part,
             self._complete,
-            self._idle_condition() if vector.is_meta else None,
+            None if self._is_real else self._idle_condition(),
             self._before_forward,
         )
-        if self._held_back:  # so the whole gradient can still be zeroed
+        if self._is_held_back:  # so the whole gradient can still be zeroed
             if stages.is_too_large(self.loss):
                 self.check.refuse()
-                clear(vector)
-            self.check.clear_if_refused(vector)
+                clear(self._computed)
+            self.check.clear_if_refused(self._computed)
+        for bucket in self._local:
+            self._pass_on(bucket)
 
     def _idle_condition(self) -> IdleUntil | None:
         """Return when :meth:`_complete` is next needed; None: it always has an effect."""
-        has_effect = self._sum is not None or self._is_held_back
+        has_effect = self._stages.island is not None or self._is_held_back
         return None if has_effect else self._idle_until
 
     def leave_out(self, unused: Set[int]) -> None:
@@ -347,48 +353,68 @@ class GradientPass:
         Args:
             unused: the parameters that the last batch did not use.
         """
-        stages, vector = self._stages, self.vector
-        if stages.node is not None:
-            self._sum = stages.node.begin(vector)
-        clear(vector)
+        stages = self._stages
+        if stages.island is not None:
+            self._computed = stages.island.begin(self.vector)
+        clear(self._computed)
         stages.replica.use_none()
         for bucket in stages.layout.buckets:
-            for each in self._marked_and_summed(bucket):
+            self._mark(bucket)
+            for each in self._summed(bucket):
                 if unused and self._is_real:
                     self._note_unused(each, unused)
                 self._hand_over(each)
 
     # -- each bucket ------------------------------------------------------------------------------
     def _complete(self, bucket: Bucket) -> None:
-        """Unscale a completed bucket, sum it over the node, check it, and clip it."""
+        """Unscale and check a completed bucket, and pass it on."""
+        stages, values = self._stages, bucket.of(self._computed)
         if self.loss_scale != 1.0:
-            scale(bucket.of(self.vector), 1 / self.loss_scale)
+            scale(values, 1 / self.loss_scale)
+        self._mark(bucket)
+        if self._is_real:
+            self.check.look(values, bucket.index)
+        if stages.island is not None and self._is_held_back:
+            self._local.append(bucket)
+        else:
+            self._pass_on(bucket)
+
+    def _pass_on(self, bucket: Bucket) -> None:
+        """Sum a bucket over the island, clip it, and hand it over."""
         stages = self._stages
-        for each in self._marked_and_summed(bucket):
+        for each in self._summed(bucket):
             if self._is_real:
-                values, unused = each.of(self.vector), stages.replica.unused
+                unused = stages.replica.unused
                 if unused:
                     self._note_unused(each, unused)
-                self.check.look(values, each.index)
                 if self._part_norm and self.norm is not None:
-                    clip_norm(values, self.norm * sqrt(each.numel / stages.layout.numel))
+                    share = each.numel / stages.layout.numel
+                    clip_norm(each.of(self.vector), self.norm * sqrt(share))
             self._hand_over(each)
 
-    def _marked_and_summed(self, bucket: Bucket) -> Sequence[Bucket] | Iterator[Bucket]:
-        """Mark unused parameters; return the buckets that are complete on the whole node."""
+    def _mark(self, bucket: Bucket) -> None:
+        """Mark the parameters in a bucket that this rank's gradient does not reach."""
         stages = self._stages
-        if stages.writes_marks and self._is_real:
+        if not (stages.writes_marks and self._is_real):
+            return
+        if stages.island is None:
             stages.marks.write(bucket, bucket.of(self.vector), stages.replica.unused)
-        return (bucket,) if self._sum is None else self._sum.complete(bucket)
+        else:
+            stages.island.mark(bucket, stages.replica.unused)
+
+    def _summed(self, bucket: Bucket) -> Sequence[Bucket] | Iterator[Bucket]:
+        """Return the algorithm's buckets that are complete on the whole island."""
+        island = self._stages.island
+        return (bucket,) if island is None else island.add(bucket)
 
     def _note_unused(self, bucket: Bucket, unused: Set[int]) -> None:
-        """Record the parts of a bucket, summed over the node, that have no gradient."""
+        """Record the parts of a bucket, summed over the island, that have no gradient."""
         stages = self._stages
         if stages.reports_unused and self.part.size:
             stages.reports_unused = False
             rank, start = stages.transport.rank, self.lease.start
             report(stages.transport, Refusal(Reason.UNUSED, rank, sample=start))
-        if self._sum is None:
+        if stages.island is None:
             parts = stages.marks.parts(bucket, unused)
         else:
             parts = stages.marks.read(bucket, bucket.of(self.vector), unused)
@@ -399,11 +425,19 @@ class GradientPass:
         """Clip the gradient as a whole, and hand over the buckets that were held back."""
         clipping = self._stages.clipping
         if self.norm is not None and clipping.kind == "own":
-            clip_norm(self.vector, self.norm)
+            self.clip(self.vector, self.norm)
         if self.lease.size > 0:
             clipping.note_step(is_clipped=self.norm is not None)
         for bucket in self._held_back:
             self._on_bucket(bucket)
+
+    def clip(self, vector: Tensor, norm: float) -> None:
+        """Limit the norm of a gradient or sum, of which an island's members have a lane each."""
+        island = self._stages.island
+        if island is None:
+            clip_norm(vector, norm)
+        else:
+            island.clip_norm(vector, norm)
 
 
 def _ignore(bucket: Bucket) -> None:

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from aladdin_mpi.codec.base import DenseWire
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.flat.state import (
     MergedPart,
@@ -20,9 +19,8 @@ from aladdin_mpi.flat.state import (
     state_of,
     take_merged,
 )
-from aladdin_mpi.flat.vectors import copy, full, scale
+from aladdin_mpi.flat.vectors import copy, scale
 from aladdin_mpi.optimizers.base import INHERITED, Optimizer
-from aladdin_mpi.worker.node import LeaderLink
 from aladdin_mpi.worker.worker import Worker
 
 SAMPLES, LEFT_OUT, COMPUTED = "worker.samples", "worker.left_out", "worker.computed"
@@ -186,10 +184,13 @@ class TrainingWorker(Role):
         self.worker.close()
 
     def counts(self) -> dict[str, int]:
-        """Return the numbers of gradients computed and refused, and of samples left out."""
+        """Return the numbers of gradients computed and refused, and of samples left out.
+
+        The gradients of an island count once.
+        """
         worker = self.worker
         return {
-            "computed": worker.computed,
+            "computed": worker.computed if worker.is_first_member else 0,
             "refused": worker.refused,
             "left_out": worker.left_out,
         }
@@ -224,29 +225,14 @@ class TrainingWorker(Role):
         take_merged(self, self.SAVED, MergedPart(merged, self.index, self.n, held_back))
 
 
-class LedWorker(TrainingWorker):
-    """A worker that computes gradients for the leader of its node, at the leader's model."""
-
-    def __init__(self, worker: Worker, optimizer: Optimizer, leader: int) -> None:
-        super().__init__(worker, optimizer)
-        transport, layout, x = self.transport, self.layout, self.x
-        wire = DenseWire(full(x.dtype), x.device, transport.needs_memory)
-        self.g = worker.replica.new_vector()
-        model = wire.buffer(layout.numel)
-        self.leader = LeaderLink(transport, layout, leader, wire, self.g, x, model)
+class ComputingMember(TrainingWorker):
+    """A member of an island that owns no lane: it only computes gradients for the others."""
 
     def run(self) -> None:
-        """Receive the model, compute, and send, until the segment's samples are used up."""
+        """Compute until the segment's samples are used up; the island moves the values."""
         for _ in self.worker.batches():
-            self.leader.take_model()
-            self.leader.flush()
-            self.worker.gradient(self.g, self.leader.send)
-        self.leader.flush()
-
-    def counts(self) -> dict[str, int]:
-        """Return the refused gradients and samples left out; the leader counts computed ones."""
-        return {**super().counts(), "computed": 0}
+            self.worker.gradient(self.x)
 
     def weight(self, bucket: Bucket) -> float:
-        """Return 0: the model is a copy of the leader's from a step before."""
+        """Return 0: it has no values."""
         return 0.0

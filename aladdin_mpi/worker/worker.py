@@ -15,7 +15,7 @@ from aladdin_mpi.control.budget import SampleClient, SampleLease, WorkerReport
 from aladdin_mpi.control.refusals import Reason, Refusal, report
 from aladdin_mpi.flat.gradients import OnBucket
 from aladdin_mpi.flat.layout import Bucket, Layout
-from aladdin_mpi.flat.replica import PhantomReplica, Replica
+from aladdin_mpi.flat.replica import FlatModel, PhantomReplica, Replica
 from aladdin_mpi.flat.state import TOTAL, Stateful, saved
 from aladdin_mpi.flat.unused import Unused, UnusedMarks, within
 from aladdin_mpi.optimizers.sgd import divisor, unscaled
@@ -28,7 +28,7 @@ from aladdin_mpi.worker.gradient_pass import (
     Outcomes,
     RealStep,
 )
-from aladdin_mpi.worker.node import NodeLeader
+from aladdin_mpi.worker.island import Island
 from aladdin_mpi.worker.step import Compute, Loss, ModelledStep, StepTimeModel
 
 
@@ -145,7 +145,8 @@ class Worker(Stateful):
         on_empty: called with a lease without samples for this worker, while other workers
             may have some.
         whole: transport among all ranks, if it differs.
-        node: leader of the other workers of this node, if this worker is one.
+        servers: number of servers in ``whole``, the first ranks; None: those of ``layout``.
+        island: the island of which this rank is a member; None: it is a worker by itself.
         draws: supplies samples; None: from rank 0.
         marks_unused: whether other ranks have to know the unused parameters.
         steps_unused: whether the algorithm steps parameters that a batch does not use; the
@@ -164,7 +165,7 @@ class Worker(Stateful):
         self,
         transport: Transport,
         layout: Layout,
-        replica: Replica | PhantomReplica,
+        replica: FlatModel,
         compute: Compute,
         pace: StepTimeModel,
         batch_size: int,
@@ -176,7 +177,8 @@ class Worker(Stateful):
         after_step: Callable[[SampleLease], None] = lambda lease: None,
         on_empty: Callable[[SampleLease], None] = lambda lease: None,
         whole: Transport | None = None,
-        node: NodeLeader | None = None,
+        servers: int | None = None,
+        island: Island | None = None,
         draws: SampleClient | None = None,
         marks_unused: bool = False,
         steps_unused: bool = False,
@@ -188,11 +190,12 @@ class Worker(Stateful):
         self.layout = layout
         self.replica = replica
         self.parameters: Tensor = replica.parameters
-        self.servers = layout.servers
+        self.servers = layout.servers if servers is None else servers
+        """Number of servers among all ranks; the next rank is the first that computes."""
         self.index = transport.rank - layout.servers
         self.count = transport.size - layout.servers
         self.lease = self.part = SampleLease(0, 0, 0)
-        """Lease of the current step, and this rank's part of it: all, unless it leads a node."""
+        """Lease of the current step, and this rank's part of it: all, except in an island."""
         self.samples = 0
         self.left_out = 0
         """Number of those samples without data, in epochs that were left early."""
@@ -208,7 +211,11 @@ class Worker(Stateful):
         self._pace = pace
         self._batch_size = batch_size
         self._schedule = schedule
-        self._node = node
+        self._island = island
+        whole_model = replica if island is None else island.whole
+        assert isinstance(whole_model, (Replica, PhantomReplica))
+        self.model = whole_model
+        """This rank's replica of the whole model."""
         self._draws = draws or SampleClient(self.whole)
         self._outcomes = Outcomes(self.whole, replica.parameters.device)
         self._reports: deque[WorkerReport] = deque()
@@ -217,7 +224,7 @@ class Worker(Stateful):
         self._rate = rate
         self._after_step = after_step
         self._on_empty = on_empty
-        self._batch_unused: list[Set[int]] = list(replica.outside)
+        self._batch_unused: list[Set[int]] = list(whole_model.outside)
         """The parameters that the last batch did not use, for each part."""
         self._loss = nan
         """Loss of the last part that has one in the batch whose outcomes are being processed."""
@@ -227,19 +234,24 @@ class Worker(Stateful):
         self._lr_scale = lr_scale
         self._steps_unused = steps_unused
         self.step: RealStep | ModelledStep
+        whole_layout = layout if island is None else island.layout
         if pace.seconds is not None:
-            self.step = ModelledStep(transport, layout, replica, compute, pace.seconds, pace)
+            self.step = ModelledStep(
+                transport, whole_layout, whole_model, compute, pace.seconds, pace
+            )
         else:
-            assert isinstance(replica, Replica)
+            assert isinstance(whole_model, Replica)
             wait_free = clipping.is_wait_free
-            self.step = RealStep(transport, layout, replica, compute, pace.slowdown, wait_free)
+            self.step = RealStep(
+                transport, whole_layout, whole_model, compute, pace.slowdown, wait_free
+            )
         self._stages = GradientStages(
             self.whole,
-            layout,
-            replica,
+            whole_layout,
+            whole_model,
             self.step,
             clipping,
-            node,
+            island,
             UnusedMarks(replica.sizes, layout),
             marks_unused,
             steps_unused,
@@ -271,14 +283,19 @@ class Worker(Stateful):
         return self.lease.size * (self.count - len(self.lease.absent)) / self.lease.whole
 
     @property
+    def is_first_member(self) -> bool:
+        """Whether this rank is the first of its island, or a worker by itself."""
+        return self._island is None or self._island.is_first
+
+    @property
     def ends_batch(self) -> bool:
         """Whether the current step is the batch's last one."""
-        return self.turn == len(self.replica.outside) - 1
+        return self.turn == len(self.model.outside) - 1
 
     @property
     def survivors(self) -> int:
         """The number of workers, this one included, that are not known to have failed."""
-        return survivors_from(self.transport, self.servers)
+        return survivors_from(self.transport, self.layout.servers)
 
     @property
     def divisor(self) -> float:
@@ -292,7 +309,7 @@ class Worker(Stateful):
         the number of ranks, unless a worker with more or fewer samples than others has failed.
         Without samples it is 1, as the gradients are zero.
         """
-        lease, workers = self.lease, range(self.servers, self.transport.size)
+        lease, workers = self.lease, range(self.layout.servers, self.transport.size)
         members = [rank for rank in workers if rank not in lease.absent]
         count = len(members)
         samples = sum(lease.size_of(i, count) for i, rank in enumerate(members) if rank in ranks)
@@ -306,11 +323,11 @@ class Worker(Stateful):
         the current one, which hides the latency.
         """
         draws, end = self._draws, self.reached.samples
-        node, size = self._node, self._batch_size
+        island, size = self._island, self._batch_size
         draws.open()
-        if node is not None:
-            size *= node.size
-            node.open()
+        if island is not None:
+            size *= island.size
+            island.open()
         self.lr = self._schedule(self.lease.start)
         draws.request(size, self._take_report())
         has_ended = False
@@ -318,7 +335,7 @@ class Worker(Stateful):
             self.lease = draws.take()
             self._begin_turn(0)
             self.lr = self._schedule(self.lease.start)
-            self.part = self.lease if node is None else node.deal(self.lease)
+            self.part = self.lease if island is None else island.divide(self.lease)
             if self.part.size == 0 and not has_ended:
                 self._on_empty(self.part)
             has_ended = self.lease.whole == 0
@@ -327,11 +344,13 @@ class Worker(Stateful):
             for _ in range(draws.short):
                 draws.request(size, self._take_report())
             self.reached.advance(self.lease.start, is_stepping=True)
-            for turn in range(len(self.replica.outside)):
+            for turn in range(len(self.model.outside)):
                 self._begin_turn(turn)
                 yield self.lease
                 self._after_step(self.lease)
             end = self.lease.start + self.lease.whole
+        if island is not None:
+            island.flush()
         self.settle()
         self.reached.advance(end, is_stepping=False)
         draws.report(self._take_report())
@@ -339,7 +358,7 @@ class Worker(Stateful):
             draws.report(self._take_report())
 
     def _begin_turn(self, turn: int) -> None:
-        self.turn = self.replica.turn = turn
+        self.turn = self.model.turn = turn
 
     def _take_report(self) -> WorkerReport:
         """Return the oldest report that has not been sent."""
@@ -399,7 +418,7 @@ class Worker(Stateful):
             step.leave_out(self._batch_unused[self.turn])
         step.finish()
         if part.size:
-            self._batch_unused[self.turn] = self.replica.unused
+            self._batch_unused[self.turn] = self.model.unused
             self._outcomes.note(step, self.ends_batch)
             self.settle(self._outcomes.lag)
 
@@ -421,7 +440,7 @@ class Worker(Stateful):
         """
         if self._steps_unused:
             return ()
-        return self._stages.marks.read(bucket, total, self.replica.unused)
+        return self._stages.marks.read(bucket, total, self.model.unused)
 
     def settle(self, lag: int = 0) -> None:
         """Process the outcomes of all steps but the newest ``lag``."""
@@ -440,7 +459,7 @@ class Worker(Stateful):
         refused = reason is not None
         if refused:
             self.refused += 1
-            self.replica.restore_buffers(len(self._outcomes))
+            self.model.restore_buffers(len(self._outcomes))
         elif loss is not None and not isfinite(loss):
             reason = Reason.LOSS_ONLY
         elif loss is not None:

@@ -26,6 +26,7 @@ DETERMINISTIC: dict[str, dict[str, Any]] = {
     "ar-sgd dgc": DGC,
     "ar-sgd int4": {"wire": "int4"},
     "ar-sgd powersgd": {"compression": "powersgd"},
+    "ar-sgd island": {"island": "node"},
     "bsp": {},
     "bsp bf16": {"wire": "bf16"},
     "bsp dgc": DGC,

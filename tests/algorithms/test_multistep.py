@@ -258,7 +258,7 @@ def test_multistep_leaves_module_and_copies_without_hooks() -> None:
     outputs: list[Tensor] = []
 
     def probe(role: MultistepWorker) -> None:
-        module = role.worker.replica.module
+        module = role.worker.model.module
         assert module is not None
         if not copies:
             copies.append(copy.deepcopy(module))
@@ -270,7 +270,7 @@ def test_multistep_leaves_module_and_copies_without_hooks() -> None:
     (result, *_) = results = run(Job(2, 4, 50, settings=ACTIVATIONS, probe=probe))
     assert outputs[0].abs().max() == 0  # the copy has used its own parameters
     assert_equal(results, alone(Job(2, 4, 50, settings=ACTIVATIONS)))
-    module = result.role.worker.replica.module
+    module = result.role.worker.model.module
     assert module is not None
     assert not any(part._forward_pre_hooks for part in module.modules())
     assert all(parameter.requires_grad for parameter in module.parameters())

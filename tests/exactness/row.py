@@ -46,6 +46,7 @@ COLUMNS = {
     "one process": Column(0, 1, {}),
     "asp, one worker": Column(2, 1, {"algorithm": "asp"}),
     "asp": Column(4, 3, {"algorithm": "asp"}),
+    "ar-sgd, islands": Column(4, 4, {"algorithm": "ar-sgd", "island": 2}),
     "aladdin-ahead": Column(4, 3, {"algorithm": "aladdin-ahead", "wire": "fp32"}),
 }
 SYNCHRONOUS = ("ar-sgd", "bsp", "one process")

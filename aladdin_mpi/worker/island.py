@@ -1,0 +1,415 @@
+"""An island: several ranks that are one worker of the algorithm, and make each step together.
+
+Every member computes the gradient of its share of the island's samples. The model is divided into
+lanes (:mod:`aladdin_mpi.flat.lanes`). One member owns each lane: it adds up the gradients of all
+members there, bucket by bucket during backward, so that the algorithm gets the mean, takes part in
+the algorithm on this lane, and sends its values to the others before the next step. If the model
+has fewer lanes than the island members, the others only compute.
+
+The first member requests the island's samples. To the algorithm an island is a worker whose batch
+is larger; each lane's messages leave through another rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from math import log2, sqrt
+
+import torch
+from torch import Tensor
+
+from aladdin_mpi.codec.base import DenseWire
+from aladdin_mpi.control.budget import SampleClient, SampleLease, WorkerReport
+from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.flat.lanes import Lane
+from aladdin_mpi.flat.layout import Bucket, Layout
+from aladdin_mpi.flat.replica import PhantomReplica, Replica
+from aladdin_mpi.flat.unused import UnusedMarks
+from aladdin_mpi.flat.vectors import add, copy, full, scale
+from aladdin_mpi.transport.base import (
+    Event,
+    Request,
+    Transport,
+    await_event,
+    charge_memory,
+    numbers_of,
+)
+from aladdin_mpi.transport.checksums import is_void
+
+LEASE_NUMBERS = 4
+"""Number of values in a message with a sample lease."""
+MOVED = 5
+"""Bytes moved in memory for each byte from another worker: copied (2) and added (3)."""
+
+
+def _share(size: int, place: int, places: int) -> int:
+    """Return a member's share of ``size`` samples; the first member's is a largest one."""
+    return size * (places - place) // places - size * (places - place - 1) // places
+
+
+def host_groups(transport: Transport, servers: int, largest: int | None = None) -> list[list[int]]:
+    """Return the workers' ranks by host; the first rank of each group leads it.
+
+    Args:
+        transport: supplies the hosts.
+        servers: number of servers, which are the first ranks.
+        largest: largest group; a host with more workers has several. None: one group per host.
+    """
+    hosts: dict[int, list[int]] = {}
+    for rank in range(servers, transport.size):
+        hosts.setdefault(transport.hosts[rank], []).append(rank)
+    return [
+        ranks[start : start + (largest or len(ranks))]
+        for ranks in hosts.values()
+        for start in range(0, len(ranks), largest or len(ranks))
+    ]
+
+
+class LaneSum:
+    """Sum of the gradients of other ranks and this one, bucket by bucket.
+
+    Args:
+        layout: of the lane.
+        others: the other ranks.
+        wire: codec of their messages.
+
+    Attributes:
+        shares: weights of the gradients in the sum, this rank's first.
+    """
+
+    def __init__(
+        self, transport: Transport, layout: Layout, others: Sequence[int], wire: DenseWire
+    ) -> None:
+        self.shares = [1.0] * (1 + len(others))
+        self._transport = transport
+        self._layout = layout
+        self._wire = wire
+        self._received = {rank: wire.buffer(layout.numel) for rank in others}
+        self._taken: dict[int, Event] = {}
+        """Events of a device's reads of the receive buffers, by rank."""
+
+    def begin(self, vector: Tensor) -> None:
+        """Start a step, whose gradients are added to ``vector``."""
+        for taken in self._taken.values():
+            await_event(self._transport, taken)
+        self._vector = vector
+        self._awaited: deque[tuple[Bucket, list[Request]]] = deque()
+        for bucket in self._layout.buckets:
+            receives = [
+                self._transport.irecv(bucket.of(buffer), rank, Tag.LOCAL_GRADIENT)
+                for rank, buffer in self._received.items()
+            ]
+            self._awaited.append((bucket, receives))
+
+    def complete(self, bucket: Bucket) -> Iterator[Bucket]:
+        """Yield the buckets that all workers have completed, after this worker's ``bucket``."""
+        is_last = bucket.index == len(self._layout.buckets) - 1
+        while self._awaited and self._awaited[0][0].index <= bucket.index:
+            first, receives = self._awaited[0]
+            if is_last:
+                self._transport.wait(*receives)
+            elif not all(self._transport.test(receive) for receive in receives):
+                return
+            self._awaited.popleft()
+            self._add(first)
+            yield first
+
+    def _add(self, bucket: Bucket) -> None:
+        mine = bucket.of(self._vector)
+        nbytes = MOVED * mine.numel() * self._wire.dtype.itemsize * len(self._received)
+        charge_memory(self._transport, nbytes)
+        if mine.is_meta:
+            return
+        if self.shares[0] != 1.0:
+            scale(mine, self.shares[0])
+        for (rank, buffer), share in zip(self._received.items(), self.shares[1:], strict=True):
+            theirs = bucket.of(buffer)
+            if not is_void(theirs):
+                values, taken = self._wire.fetch(theirs)
+                add(mine, values, alpha=share)
+                if taken is not None:
+                    self._taken[rank] = taken
+
+
+class LaneOwner:
+    """The owner of a lane, as seen by the other members of its island.
+
+    Args:
+        transport: transport among all ranks.
+        lane: the lane.
+        others: ranks of the other members.
+        x: the lane's model.
+    """
+
+    def __init__(
+        self, transport: Transport, lane: Lane, others: Sequence[int], x: Tensor, wire: DenseWire
+    ) -> None:
+        self.lane = lane
+        self.sum = LaneSum(transport, lane.layout, others, wire)
+        self._transport = transport
+        self._others = others
+        self._x = x
+        self._wire = wire
+        self._model = wire.buffer(lane.layout.numel)
+        self._sends: list[Request] = []
+
+    def send_model(self) -> None:
+        """Send the lane's model to the other members."""
+        self.flush()
+        for bucket in self.lane.layout.buckets:
+            model = bucket.of(self._model)
+            event = self._wire.encode(bucket.of(self._x), model)
+            if event is not None:
+                event.hold()  # the step may change x at once
+            self._sends += [
+                self._transport.isend(model, rank, Tag.LOCAL_MODEL, after=event)
+                for rank in self._others
+            ]
+
+    def flush(self) -> None:
+        """Wait until the model has been sent."""
+        self._transport.wait(*self._sends)
+        self._sends.clear()
+
+
+class OwnerLink:
+    """A link to the owner of a lane: sends gradients, receives models.
+
+    Args:
+        pieces: the lane's buckets, as parts of whole vectors.
+        owner: rank of the owner.
+        wire: codec of gradients and models.
+        gradient: the whole gradient, of which the lane's pieces are sent.
+        sent: send buffer of gradients; may be ``gradient`` itself.
+        x: the whole model.
+        model: receive buffer of models; may be ``x`` itself.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        pieces: Layout,
+        owner: int,
+        wire: DenseWire,
+        gradient: Tensor,
+        sent: Tensor,
+        x: Tensor,
+        model: Tensor,
+    ) -> None:
+        self._transport = transport
+        self._pieces = pieces
+        self._owner = owner
+        self._wire = wire
+        self._gradient = gradient
+        self._x = x
+        self._model = model
+        self._sent = sent
+        self._sends: list[Request] = []
+        self._taken: Event | None = None
+        """Event of a device's read of the received model."""
+
+    def send(self, number: int) -> None:
+        """Send the lane's piece of a completed bucket of the gradient."""
+        bucket = self._pieces.buckets[number]
+        wire = bucket.of(self._sent)
+        event = self._wire.encode(bucket.of(self._gradient), wire)
+        self._sends.append(
+            self._transport.isend(wire, self._owner, Tag.LOCAL_GRADIENT, after=event)
+        )
+
+    def flush(self) -> None:
+        """Wait until the gradient has been sent."""
+        self._transport.wait(*self._sends)
+        self._sends.clear()
+
+    def take_model(self) -> None:
+        """Wait for the owner's model and copy it."""
+        if self._taken is not None:
+            await_event(self._transport, self._taken)
+        receives = [
+            self._transport.irecv(bucket.of(self._model), self._owner, Tag.LOCAL_MODEL)
+            for bucket in self._pieces.buckets
+        ]
+        self._transport.wait(*receives)
+        if self._model.data_ptr() == self._x.data_ptr():
+            return
+        for bucket in self._pieces.buckets:
+            if not is_void(bucket.of(self._model)):
+                values, self._taken = self._wire.fetch(bucket.of(self._model))
+                with self._transport.atomic():
+                    copy(bucket.of(self._x), values)
+
+
+class Island:
+    """The island of this rank.
+
+    Args:
+        transport: transport among all ranks.
+        ranks: the members; the first ones own a lane each.
+        lanes: all lanes of the model.
+        whole: this rank's replica of the whole model.
+        x: the model of the lane that this rank owns; ``whole.parameters`` if there is one lane.
+        marks: whether other ranks have to know the parameters that a gradient does not reach.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        ranks: Sequence[int],
+        lanes: Sequence[Lane],
+        whole: Replica | PhantomReplica,
+        x: Tensor,
+        marks: bool,
+    ) -> None:
+        self.size = len(ranks)
+        self.whole = whole
+        self.layout = lanes[0].whole
+        self._transport = transport
+        self._ranks = ranks
+        self._place = place = ranks.index(transport.rank)
+        self._owners = ranks[: len(lanes)]
+        self._lanes = lanes
+        self._x = x
+        wire = DenseWire(full(x.dtype), whole.parameters.device, transport.needs_memory)
+        self._own: LaneOwner | None = None
+        if place < len(lanes):
+            others = [rank for rank in ranks if rank != transport.rank]
+            self._own = LaneOwner(transport, lanes[place], others, x, wire)
+        self._has_all = self._own is not None and len(lanes) == 1
+        self._gradient = self._x if self._has_all else whole.new_vector()
+        others_lanes = [lane for lane in lanes if lane.number != place]
+        model = wire.buffer(self.layout.numel) if others_lanes else self._x
+        sent = wire.buffer_for(self._gradient) if others_lanes else self._x
+        self._links = [
+            OwnerLink(
+                transport,
+                lane.pieces,
+                ranks[lane.number],
+                wire,
+                self._gradient,
+                sent,
+                whole.parameters,
+                model,
+            )
+            for lane in others_lanes
+        ]
+        self._marks = [UnusedMarks(whole.sizes, lane.pieces) for lane in lanes] if marks else []
+        self._shares = [1.0] * self.size
+        self._has_ended = False
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank requests the island's samples."""
+        return self._place == 0
+
+    # -- samples --------------------------------------------------------------------------
+    def open(self) -> None:
+        """Start a segment."""
+        self._has_ended = False
+
+    def divide(self, lease: SampleLease) -> SampleLease:
+        """Return this member's part of the island's lease, which the first one sends to all."""
+        if self.is_first and not self._has_ended:
+            numbers = (lease.start, lease.size, lease.whole, log2(lease.scale))
+            for rank in self._ranks[1:]:
+                self._transport.isend(numbers, rank, Tag.ISLAND_LEASE)
+        self._has_ended = self._has_ended or lease.whole == 0
+        parts = [_share(lease.size, place, self.size) for place in range(self.size)]
+        shares = [part / lease.size if lease.size else 0.0 for part in parts]
+        if self._own is not None:
+            mine = shares.pop(self._place)
+            self._own.sum.shares = [mine, *shares]
+        return lease._replace(size=parts[self._place])
+
+    # -- gradients ------------------------------------------------------------------------
+    def begin(self, vector: Tensor) -> Tensor:
+        """Start a step whose gradient is added to ``vector``, the lane's; exchange models.
+
+        Returns the whole gradient to compute; ``vector`` itself if there is one lane, on its owner.
+        """
+        if self._own is not None:
+            self._own.send_model()
+            if not self._has_all:
+                self._own.lane.scatter(self._x, self.whole.parameters)
+            self._own.sum.begin(vector)
+        for link in self._links:
+            link.flush()
+            link.take_model()
+        self._vector = vector
+        return vector if self._has_all else self._gradient
+
+    def mark(self, bucket: Bucket, unused: Collection[int]) -> None:
+        """Mark the parameters in a bucket that the gradient does not reach."""
+        gradient = self._vector if self._has_all else self._gradient
+        for marks, lane in zip(self._marks, self._lanes, strict=False):
+            piece = lane.pieces.buckets[bucket.index]
+            marks.write(piece, piece.of(gradient), unused)
+
+    def add(self, bucket: Bucket) -> Iterator[Bucket]:
+        """Add a completed bucket to the sums; yield those of the own lane that are complete."""
+        for link in self._links:
+            link.send(bucket.index)
+        if self._own is None:
+            return
+        lane = self._own.lane
+        mine = lane.layout.buckets[bucket.index]
+        if not self._has_all:
+            copy(mine.of(self._vector), lane.pieces.buckets[bucket.index].of(self._gradient))
+        yield from self._own.sum.complete(mine)
+
+    def clip_norm(self, vector: Tensor, largest: float) -> None:
+        """Scale the lane's vector by the same factor as those of all other lanes, in place.
+
+        The factor limits the L2 norm of all lanes together; their owners call this together.
+        """
+        if vector.is_meta:
+            return
+        squares = torch.linalg.vector_norm(vector, dtype=torch.float64).square().reshape(1).cpu()
+        others = [rank for rank in self._owners if rank != self._transport.rank]
+        received = [torch.empty(1, dtype=torch.float64) for _ in others]
+        requests = [
+            self._transport.irecv(buffer, rank, Tag.LOCAL_NORM)
+            for buffer, rank in zip(received, others, strict=True)
+        ]
+        requests += [self._transport.isend(squares, rank, Tag.LOCAL_NORM) for rank in others]
+        self._transport.wait(*requests)
+        by_rank = {self._transport.rank: squares, **dict(zip(others, received, strict=True))}
+        norm = sqrt(sum(by_rank[rank].item() for rank in sorted(by_rank)))  # one order for all
+        scale(vector, min(1.0, largest / (norm + 1e-6)))
+
+    def flush(self) -> None:
+        """Wait until all messages have been sent."""
+        if self._own is not None:
+            self._own.flush()
+        for link in self._links:
+            link.flush()
+
+
+class IslandSampleClient(SampleClient):
+    """Sample client of a member that gets its island's leases from the first member.
+
+    It reports to rank 0.
+    """
+
+    def __init__(self, transport: Transport, first: int) -> None:
+        super().__init__(transport)
+        self._first = first
+
+    @property
+    def short(self) -> int:
+        """Number of leases to request: one at a time."""
+        return 1 - self.outstanding
+
+    def request(self, want: int, report: WorkerReport) -> None:
+        """Report, and post the receive of the first member's next lease."""
+        numbers = torch.empty(LEASE_NUMBERS, dtype=torch.float64)
+        self._grants.append(self._transport.irecv(numbers, self._first, Tag.ISLAND_LEASE))
+        self._send(0, report)
+
+    def take(self) -> SampleLease:
+        """Wait for the first member's next lease and return it."""
+        receive = self._grants.popleft()
+        self._transport.wait(receive)
+        start, size, whole, exponent = numbers_of(receive)
+        return SampleLease(int(start), int(size), int(whole), scale=2.0**exponent)

@@ -1,0 +1,215 @@
+"""Islands: several ranks that are one worker of the algorithm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aladdin_mpi.options.algorithms import ALGORITHMS
+from tests.commands import (
+    EPOCH,
+    checkpoint_part,
+    metrics,
+    refusal,
+    simulate,
+    summary,
+    train,
+    training,
+)
+from tests.launch import needs
+from tests.messages import check_names
+from tests.run.jobs import ULFM, checkpoints, kill_ranks, wait_until
+from tests.run.program_runs import PROGRAMS
+
+ABLE = sorted(name for name, algorithm in ALGORITHMS.items() if algorithm.islands)
+CLUSTER: list[Any] = ["--workers", 6, "--hosts", 3, "--jitter", 0.2, "--quiet"]
+ISLANDS = ["--island", 2]
+"""The two workers of a host."""
+SERVED = [name for name in ABLE if ALGORITHMS[name].has_servers]
+
+
+def run(folder: Path, *options: Any) -> dict[str, Any]:
+    """Simulate three hosts with two workers each."""
+    simulate(folder, *CLUSTER, *options)
+    return summary(folder)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("algorithm", ABLE)
+def test_island_is_one_worker(tmp_path: Path, algorithm: str, servers: int) -> None:
+    """With one server, or none, the members own no lane of their own, or all of them."""
+    if servers > 1 and algorithm not in SERVED:
+        pytest.skip("it has no servers")
+    is_a_sum = algorithm in ("bsp", "ar-sgd")
+    # An incomplete last round is distributed differently and has other samples.
+    samples = 960 if is_a_sum else 1000
+    options = ["--algorithm", algorithm, "--samples", samples, "--eval-every", 0.25]
+    options += ["--servers", servers]
+    alone = run(tmp_path / "alone", *options)
+    nodes = run(tmp_path / "nodes", *options, *ISLANDS)
+    assert nodes["samples"] == alone["samples"] == samples
+    assert nodes["gradients_computed"] == nodes["gradients_applied"]
+    # An island's gradient combines those of both its members.
+    halved = alone["gradients_computed"] / nodes["gradients_computed"]
+    assert halved == pytest.approx(2, abs=0.15)
+    assert nodes["test_accuracy"] > 0.3
+    # The members of an island have one model.
+    if is_a_sum:
+        assert {line["model_variance"] for line in metrics(tmp_path / "nodes", "eval")} == {0.0}
+        assert nodes["test_loss"] == pytest.approx(alone["test_loss"], rel=1e-4)
+        assert nodes["test_accuracy"] == alone["test_accuracy"]
+
+
+WORKERS: list[Any] = ["--workers", 3, "--batch-size", 16, "--slowdown", "0=1.7321", "1=1.2361"]
+PAIRS: list[Any] = ["--workers", 6, "--batch-size", 8, "--slowdown", "0=1.7321", "2=1.2361"]
+"""The same as islands of two, of which the first member determines the speed."""
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        ("aladdin-ahead", ["--wire", "fp32"]),
+        ("aladdin", []),
+        pytest.param("async-diloco", ["--wire", "fp32"], marks=pytest.mark.long),
+        ("easgd", []),
+        pytest.param("sgp", [], marks=pytest.mark.long),
+        ("diloco", ["--clip", 1.0, "--diloco-steps", 4]),
+    ],
+)
+def test_islands_equal_workers_with_larger_batches(
+    tmp_path: Path, algorithm: str, options: list[Any]
+) -> None:
+    """To rounding, with workers of three speeds and asynchronous algorithms."""
+    common = ["--algorithm", algorithm, *options, "--hosts", 3, "--quiet", "--samples", 960]
+    common += ["--dataset", "equal_samples:data", "--model", "equal_samples:model"]
+    common += ["--lr-scaling", "none", "--lr", 0.01, "--eval-every", 0]
+    common += ["--local-latency-us", 0, "--local-bandwidth-gbit", 1e5]
+    islands = [*PAIRS, *ISLANDS, "--servers", 2 if ALGORITHMS[algorithm].has_servers else 1]
+    models = []
+    for name, ranks in (("workers", WORKERS), ("islands", islands)):
+        simulate(tmp_path / name, *common, *ranks, modules=PROGRAMS)
+        state = torch.load(tmp_path / name / "model.pt")
+        models.append(torch.cat([each.flatten() for each in state.values()]))
+    assert (models[0] - models[1]).norm() < 1e-6 * models[0].norm()
+    assert summary(tmp_path / "islands")["test_loss"] < 1.0  # it was 2.3 before
+
+
+@pytest.mark.parametrize("options", [["--wire", "int8"], ["--compression", "dgc"], ["--clip", 2.0]])
+def test_islands_work_with_quantisation_compression_and_clipping(
+    tmp_path: Path, options: list[Any]
+) -> None:
+    figures = run(tmp_path, "--algorithm", "aladdin", "--epochs", 3, *options, *ISLANDS)
+    assert figures["gradients_computed"] == figures["gradients_applied"]
+    assert figures["samples"] == 3 * EPOCH
+    assert figures["test_accuracy"] > 0.5
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        "aladdin",
+        pytest.param("ar-sgd", marks=pytest.mark.long),
+        pytest.param("sgp", marks=pytest.mark.long),
+    ],
+)
+def test_resumed_run_with_islands_equals_the_uninterrupted_one(
+    tmp_path: Path, algorithm: str
+) -> None:
+    options = ["--algorithm", algorithm, "--servers", 2, *ISLANDS, "--checkpoint-every", 700]
+    options += ["--lr-schedule", "constant", "--warmup-epochs", 0]
+    run(tmp_path / "whole", *options, "--samples", 1400)
+    run(tmp_path / "half", *options, "--samples", 700)
+    simulate(None, "--resume", tmp_path / "half", "--samples", 1400)
+    for rank in (3, 5):
+        models = [
+            checkpoint_part(tmp_path / name, rank)["role"]["parameters"]
+            for name in ("whole", "half")
+        ]
+        assert models[0].equal(models[1])
+    assert summary(tmp_path / "whole") == summary(tmp_path / "half")
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        (["--node-size", 2], ["--node-size", "--node-sums"]),
+        ([*ISLANDS, "--node-sums"], ["--island", "--node-sums", "--island node"]),
+        ([*ISLANDS, "--algorithm", "gosgd"], ["--island", "gosgd", "ar-sgd"]),
+        (["--island", "node", "--workers", 5], ["--island", "1 and 2"]),
+        (["--node-sums", "--workers", 5], ["--node-sums", "1 and 2", "--node-size"]),
+        (["--island", 3], ["--island", "3 workers", "got 2"]),
+        (
+            ["--island", "node", "--algorithm", "sgp", "--hosts", 1],
+            ["--island", "2 nodes", "--algorithm sgp"],
+        ),
+        (
+            [*ISLANDS, "--servers", 5],
+            ["--island", "5 nodes", "--algorithm aladdin-ahead", "5 servers"],
+        ),
+        ([*ISLANDS, "--max-loss", 9], ["--island", "--max-loss"]),
+        (
+            [*ISLANDS, "--algorithm", "ar-sgd", "--compression", "dgc"],
+            ["--island", "--compression dgc"],
+        ),
+        (
+            [*ISLANDS, "--algorithm", "aladdin", "--servers", 2, "--compression", "dgc"],
+            ["--island", "--compression dgc", "2 parts"],
+        ),
+        (
+            [*ISLANDS, "--algorithm", "ar-sgd", "--bucket-mb", 4e-6],
+            ["--island", "--bucket-mb"],
+        ),
+        ([*ISLANDS, "--algorithm", "bsp", "--bsp-host-first"], ["--island", "--bsp-host-first"]),
+    ],
+)
+def test_islands_refuse_incompatible_options(
+    tmp_path: Path, options: list[Any], names: list[str]
+) -> None:
+    completed = simulate(tmp_path / "run", *CLUSTER, *options, check=False)
+    assert completed.returncode == 2 and completed.stderr.count("error") == 1, completed
+    check_names(completed.stderr, *names)
+
+
+@needs("openmpi")
+@pytest.mark.parametrize(
+    ("algorithm", "ranks", "more"),
+    [
+        ("aladdin-ahead", 6, ["--servers", 2]),
+        pytest.param("aladdin-ahead", 5, [], marks=pytest.mark.long),
+        pytest.param("bsp", 5, [], marks=pytest.mark.long),
+        pytest.param("ar-sgd", 4, ["--ar-sgd-allreduce", "torch"], marks=pytest.mark.long),
+    ],
+)
+def test_islands_over_mpi(tmp_path: Path, algorithm: str, ranks: int, more: list[str]) -> None:
+    """Two islands of two on one host."""
+    options = ["--algorithm", algorithm, *ISLANDS, "--epochs", 4, *more]
+    train(ranks, tmp_path / "run", *options)
+    figures = summary(tmp_path / "run")
+    assert figures["samples"] == 4 * EPOCH
+    assert figures["gradients_computed"] == figures["gradients_applied"] == 90
+    assert figures["test_accuracy"] > 0.85
+
+
+@needs("openmpi")
+def test_islands_refuse_horovod(tmp_path: Path) -> None:
+    options = ["--algorithm", "ar-sgd", "--ar-sgd-allreduce", "horovod", *ISLANDS]
+    completed = train(2, tmp_path / "run", *options, check=False)
+    check_names(refusal(completed), "all-reduce:", "ring or torch", "--island", "horovod")
+
+
+@needs("openmpi")
+@pytest.mark.slow
+@pytest.mark.long
+def test_run_with_islands_ends_when_worker_fails(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    options = ["--algorithm", "aladdin", *ISLANDS, "--epochs", 1000]
+    options += ["--slowdown", "0=3", "--log-every", 320, "--checkpoint-every", 320]
+    with training(5, folder, *options, mpirun=ULFM) as job:
+        wait_until(job, lambda: checkpoints(folder) and len(metrics(folder)) >= 6)
+        kill_ranks(job, [4])
+        completed = job.wait(150)  # Open MPI may take long to end the remaining ranks
+    assert completed.returncode != 0
+    check_names(refusal(completed), "rank 4 (host ", "--island", f"--resume {folder}")
