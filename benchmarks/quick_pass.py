@@ -41,7 +41,7 @@ _SHARED = ("--quick", "--work", WORK)
 PASSES = (
     Pass("stragglers", _SHARED),
     Pass("scaling", _SHARED),
-    Pass("nodesums", _SHARED),
+    Pass("islands", _SHARED),
     Pass("adviser", needs_lab=True),
     Pass("learned", ()),
     Pass("agreement", _SHARED, needs_lab=True),

@@ -44,7 +44,7 @@ def classify(
         return "computing", "computation"
     if timed.load >= FULL:
         return "links", f"network, {percent(timed.load)}"
-    waits = ALGORITHMS[candidate.algorithm].lockstep or candidate.has_nodes
+    waits = ALGORITHMS[candidate.algorithm].lockstep or candidate.has_islands
     if waits and max(on.slowdowns) > 1 + NOTED:
         return "slowest", "slowest worker"
     if timed.waiting > NOTED:

@@ -18,7 +18,7 @@ NOT_ADVISED = ("multistep", "eamsgd")
 """multistep sums parts of layers, which a size does not define; eamsgd is as fast as easgd."""
 EARLY = ("aladdin-ahead", "ar-sgd", "sgp", "aladdin", "local-sgd", "bsp")
 """Main algorithms of each kind, which run first among equals, as time may run out."""
-BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}
+BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5, "int2": 0.25}
 """Bytes of a value on the wire."""
 CHOOSES_WIRE = ("aladdin-ahead", "aladdin-local")
 """Algorithms that choose the precision of each message themselves."""
@@ -84,9 +84,9 @@ class Candidate:
         return int(own.get("diloco.steps", own.get("async_diloco.steps", 0)))
 
     @property
-    def has_nodes(self) -> bool:
-        """Whether gradients are aggregated per node."""
-        return bool(dict(self.options).get("node_sums"))
+    def has_islands(self) -> bool:
+        """Whether the workers of a node act as one."""
+        return "island" in dict(self.options)
 
     def describe(self) -> str:
         """Return a short description of the algorithm and its options."""
@@ -101,7 +101,7 @@ class Candidate:
             parts.append(f"{self.servers} server{'s' * (self.servers > 1)}{place}")
         parts += [f"{self.rounds} steps per round"] if self.rounds else []
         parts += [self.wire] if self.wire else []
-        parts += ["per-node aggregation"] if self.has_nodes else []
+        parts += ["an island per node"] if self.has_islands else []
         return ", ".join(parts)
 
 
@@ -193,7 +193,7 @@ def plain(name: str, on: ClusterTraits) -> Candidate:
     first = Candidate(name, servers, servers > 1)
     if name not in ROUND_OPTIONS:
         return first
-    needed = BYTES["int4"] / 4 * link_steps(first, on)
+    needed = BYTES[_in_rounds(first, ROUNDS[0]).wire] / 4 * link_steps(first, on)
     rounds = next((steps for steps in ROUNDS if steps >= needed), ROUNDS[-1])
     return _in_rounds(first, rounds)
 
@@ -210,9 +210,9 @@ def variants(name: str, on: ClusterTraits) -> Iterator[Candidate]:
     for wire in _wires(algorithm):
         yield _with(first, wire=wire)
     if on.node and algorithm.islands and on.hosts >= max(2, algorithm.least_workers):
-        yield _with(first, node_sums=True)
+        yield _with(first, island="node")
         for wire in _wires(algorithm)[:1]:
-            yield _with(first, wire=wire, node_sums=True)
+            yield _with(first, wire=wire, island="node")
     if first.servers > 1:
         more = {min(on.hosts, 2 * SERVERS)} if on.hosts > SERVERS else set()
         half = min(SERVERS, -(-on.hosts // 2))
@@ -229,16 +229,12 @@ def _wires(algorithm: Algorithm) -> list[str]:
 
 
 def _diloco(rounds: int) -> dict[str, Any]:
-    """Return options of Streaming DiLoCo with averaging, which learns more in short rounds."""
-    fragments = 4
+    """Return options of DiLoCo with averaging, which is the fastest to a loss in short rounds."""
     return {
         "diloco.steps": rounds,
-        "diloco.fragments": fragments,
-        "diloco.overlap": rounds // fragments,
-        "diloco.blend": 0.5,
         "diloco.outer_lr": 1.0,
         "diloco.outer_momentum": 0.0,
-        "wire": "int4",
+        "wire": "int2",
     }
 
 
@@ -301,7 +297,7 @@ def _crossings(candidate: Candidate, on: ClusterTraits) -> Iterator[tuple[float,
 
     Every worker sends one in fp32; those to servers on the same host do not use a link.
     """
-    each = on.node if candidate.has_nodes and on.node else 1
+    each = on.node if candidate.has_islands and on.node else 1
     senders = [count // each for count in on.on_host]
     hosts = on.hosts if candidate.spread else 1
     places = Counter(server % hosts for server in range(candidate.servers))

@@ -125,7 +125,7 @@ def _read(name: str) -> Mapping[str, Rows]:
 
 def efficiency(candidate: Candidate, on: ClusterTraits) -> SampleEfficiency:
     """Return a candidate's sample efficiency on a cluster, from the tables."""
-    workers = on.hosts if candidate.has_nodes else on.workers
+    workers = on.hosts if candidate.has_islands else on.workers
     known = measured(candidate.algorithm, workers)
     rows = slow_links().get(setting(candidate))
     is_unmeasured = known == UNMEASURED or candidate.algorithm in GOSSIP

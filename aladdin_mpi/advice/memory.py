@@ -23,6 +23,6 @@ def table() -> Mapping[str, Mapping[str, tuple[float, float]]]:
 
 def worker_models(candidate: Candidate) -> tuple[float, float] | None:
     """Return a worker's GPU and pinned host memory, in models; None if not measured."""
-    if candidate.has_nodes:
+    if candidate.has_islands:
         return None  # depends on the workers per node
     return table().get(candidate.algorithm, {}).get(candidate.wire or DEFAULT)

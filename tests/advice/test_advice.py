@@ -42,9 +42,9 @@ def test_every_algorithm_has_candidates_with_valid_options() -> None:
             )
     bsp = [each.describe() for each in candidates.variants("bsp", FOUR)]
     assert "bsp, 4 servers spread, int8" in bsp and "bsp, 1 server" in bsp
-    assert "bsp, 4 servers spread, per-node aggregation" in bsp
+    assert "bsp, 4 servers spread, an island per node" in bsp
     lone = ClusterTraits([1.0] * 4, [1] * 4, [GBIT] * 4, 20.0, 0.1)
-    assert not any(each.has_nodes for each in candidates.variants("bsp", lone))
+    assert not any(each.has_islands for each in candidates.variants("bsp", lone))
 
 
 def test_candidate_bound_follows_links_and_slowest_worker() -> None:
@@ -315,7 +315,7 @@ def test_memory_of_unmeasured_candidate_is_unknown() -> None:
     assert memory.worker_models(Candidate("bsp", 1, False)) == (3.0, 2.1)
     assert memory.worker_models(Candidate("bsp", 1, False, (("wire", "int8"),))) == (5.2, 2.1)
     assert memory.worker_models(Candidate("shat", 1, False)) is None
-    assert memory.worker_models(Candidate("bsp", 1, False, (("node_sums", True),))) is None
+    assert memory.worker_models(Candidate("bsp", 1, False, (("island", "node"),))) is None
 
 
 # -- candidates without a simulation -----------------------------------------------------------

@@ -1,9 +1,9 @@
-"""Measure per-node aggregation: each algorithm with and without `--node-sums`.
+"""Measure islands: each algorithm with and without `--island node`.
 
-    python -m benchmarks.nodesums --dry-run                   # list the runs and their duration
-    python -m benchmarks.nodesums --check --save              # requires the network lab and root
-    python -m benchmarks.nodesums --engine virtual
-    python -m benchmarks.nodesums --quick
+    python -m benchmarks.islands --dry-run                   # list the runs and their duration
+    python -m benchmarks.islands --check --save              # requires the network lab and root
+    python -m benchmarks.islands --engine virtual
+    python -m benchmarks.islands --quick
 
 Four hosts with two workers each, and a server on each host if the algorithm has any. The hosts'
 network devices count the bytes between hosts.
@@ -23,9 +23,9 @@ from benchmarks import harness, study
 from benchmarks.cells import ROW_NOTES, Cell
 from benchmarks.study import Result
 
-NAME = "nodesums"
-OPTION = "--node-sums"
-ALGORITHMS = ("aladdin", "asp", "bsp", "ar-sgd", "sgp", "local-sgd")
+NAME = "islands"
+OPTION = ("--island", "node")
+ALGORITHMS = ("aladdin-ahead", "aladdin", "asp", "bsp", "ar-sgd", "sgp", "local-sgd")
 QUICK = {"algorithm": ["aladdin", "sgp"], "workload": ["vgg16"]}
 BAR = 0.55
 """Largest share of the bytes between hosts with the option, with two workers on each."""
@@ -47,7 +47,7 @@ def cells(args: argparse.Namespace) -> list[Cell]:
             cell = study.cell(workload, name, 1.0, study.WORKERS, args.computing)
             library = ("--ar-sgd-allreduce", "mpi") if name == "ar-sgd" else ()
             plain = replace(cell, mpi_extra=library)
-            found += [plain, replace(plain, extra=(OPTION,))]
+            found += [plain, replace(plain, extra=OPTION)]
     return found
 
 
@@ -57,7 +57,7 @@ def row(result: Result) -> dict[str, Any]:
     return {
         "model": cell.workload.name,
         "algorithm": cell.algorithm,
-        "on the host": "added up" if cell.extra else "",
+        "islands": "of two" if cell.extra else "",
         **study.columns(result, None),
         "between hosts, MB": between_hosts(result),
     }
@@ -98,7 +98,7 @@ def draw(results: Sequence[Result], path: Path) -> None:
     axis = figure.add_subplot()
     both = list(pairs(results))
     names = [f"{each.cell.algorithm}\n{each.cell.workload.name}" for each, _ in both]
-    for turn, label in enumerate(("each worker separately", "aggregated per node")):
+    for turn, label in enumerate(("single workers", "islands of two")):
         places = [place + 0.4 * (turn - 0.5) for place in range(len(both))]
         axis.bar(places, [pair[turn].speed_up for pair in both], 0.38, label=label)
     axis.axhline(study.WORKERS, color="grey", linewidth=0.8)
@@ -116,9 +116,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 SCRIPT = study.Script(
     NAME,
-    "Measure per-node aggregation of gradients.",
+    "Measure islands of two workers.",
     _add_options,
-    "Per-node aggregation: 4 hosts of 2 workers at one tenth",
+    "Islands: 4 hosts of 2 workers at one tenth",
     NOTES,
     cells,
     row,
