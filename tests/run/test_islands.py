@@ -97,6 +97,29 @@ def test_islands_equal_workers_with_larger_batches(
     assert summary(tmp_path / "islands")["test_loss"] < 1.0  # it was 2.3 before
 
 
+def values_in(state: Any) -> int:
+    """Return the number of values of all vectors in a role's state."""
+    if isinstance(state, torch.Tensor):
+        return state.numel() if state.numel() > 64 else 0
+    each = state.values() if isinstance(state, dict) else state if isinstance(state, list) else []
+    return sum(map(values_in, each))
+
+
+@pytest.mark.parametrize("algorithm", ["aladdin-ahead", "ar-sgd", "easgd", "diloco"])
+def test_vectors_exist_once_per_island(tmp_path: Path, algorithm: str) -> None:
+    """The model, momentum, and whatever else the algorithm keeps, at workers and servers."""
+    options = ["--algorithm", algorithm, "--samples", 640, "--checkpoint-every", 320, "--quiet"]
+    of_workers, first = [], 2 if ALGORITHMS[algorithm].has_servers else 0
+    for name, more in (("workers", ["--workers", 2]), ("islands", ["--workers", 4, *ISLANDS])):
+        simulate(tmp_path / name, *options, *more, "--hosts", 2, "--servers", 2)
+        ranks = range(first + int(more[1]))
+        held = [values_in(checkpoint_part(tmp_path / name, rank)["role"]) for rank in ranks]
+        of_workers.append((sum(held[:first]), sum(held[first:])))
+    assert of_workers[0] == of_workers[1]
+    model = summary(tmp_path / "islands")["parameters"]
+    assert of_workers[0][1] >= 2 * 2 * model  # at least parameters and momentum of two workers
+
+
 @pytest.mark.parametrize("options", [["--wire", "int8"], ["--compression", "dgc"], ["--clip", 2.0]])
 def test_islands_work_with_quantisation_compression_and_clipping(
     tmp_path: Path, options: list[Any]
