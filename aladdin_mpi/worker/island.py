@@ -295,7 +295,6 @@ class Island:
             for lane in others_lanes
         ]
         self._marks = [UnusedMarks(whole.sizes, lane.pieces) for lane in lanes] if marks else []
-        self._shares = [1.0] * self.size
         self._has_ended = False
 
     @property
