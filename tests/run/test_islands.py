@@ -109,15 +109,18 @@ def values_in(state: Any) -> int:
 def test_vectors_exist_once_per_island(tmp_path: Path, algorithm: str) -> None:
     """The model, momentum, and whatever else the algorithm keeps, at workers and servers."""
     options = ["--algorithm", algorithm, "--samples", 640, "--checkpoint-every", 320, "--quiet"]
-    of_workers, first = [], 2 if ALGORITHMS[algorithm].has_servers else 0
-    for name, more in (("workers", ["--workers", 2]), ("islands", ["--workers", 4, *ISLANDS])):
-        simulate(tmp_path / name, *options, *more, "--hosts", 2, "--servers", 2)
-        ranks = range(first + int(more[1]))
-        held = [values_in(checkpoint_part(tmp_path / name, rank)["role"]) for rank in ranks]
-        of_workers.append((sum(held[:first]), sum(held[first:])))
-    assert of_workers[0] == of_workers[1]
-    model = summary(tmp_path / "islands")["parameters"]
-    assert of_workers[0][1] >= 2 * 2 * model  # at least parameters and momentum of two workers
+    servers = 2 if ALGORITHMS[algorithm].has_servers else 0
+    totals = []
+    for workers, more in ((2, []), (4, ISLANDS)):
+        run_dir = tmp_path / str(workers)
+        simulate(run_dir, *options, "--workers", workers, *more, "--hosts", 2, "--servers", 2)
+        held = [
+            values_in(checkpoint_part(run_dir, rank)["role"]) for rank in range(servers + workers)
+        ]
+        totals.append((sum(held[:servers]), sum(held[servers:])))
+    assert totals[0] == totals[1]
+    model = summary(tmp_path / "4")["parameters"]
+    assert totals[0][1] >= 2 * 2 * model  # at least parameters and momentum of two workers
 
 
 @pytest.mark.parametrize("options", [["--wire", "int8"], ["--compression", "dgc"], ["--clip", 2.0]])
