@@ -122,6 +122,8 @@ class ParameterServer(Stateful):
         projections: applied to changed buckets before they are sent.
         lr_scale: factor of the learning rate as a function of the number of workers.
         arriving: codec that reads messages, if not ``codec``.
+        whole: transport among all ranks, if it differs.
+        senders: the workers' ranks in ``whole``; empty: those after the servers.
     """
 
     SAVED = (
@@ -145,9 +147,13 @@ class ParameterServer(Stateful):
         projections: Projections | None = None,
         lr_scale: Callable[[int], float] = unscaled,
         arriving: GradientCodec | None = None,
+        whole: Transport | None = None,
+        senders: Sequence[int] = (),
     ) -> None:
         self._lr_scale = lr_scale
         self.transport = transport
+        self._whole = whole or transport
+        self._senders = senders or range(layout.servers, transport.size)
         self.layout = layout
         self.codec = codec
         self.arriving = arriving or codec
@@ -371,9 +377,9 @@ class ParameterServer(Stateful):
 
     def report_refused(self, arrival: ReceivedBucket) -> None:
         """Report to rank 0 a gradient that is refused because it is not finite."""
-        rank = self.layout.servers + arrival.worker
+        rank = self._senders[arrival.worker]
         where = rank, arrival.bucket.index, self._intakes[arrival.worker].header.samples
-        report(self.transport, Refusal(Reason.ARRIVED, *where))
+        report(self._whole, Refusal(Reason.ARRIVED, *where))
 
     def _count(self, worker: int, header: Header) -> None:
         if header.kind == Kind.BUCKETS:

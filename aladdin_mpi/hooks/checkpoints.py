@@ -20,10 +20,21 @@ from typing import Any
 
 import torch
 
-from aladdin_mpi.control.exchange import all_or_none, attempt_all, broadcast, gather, refuse
+from aladdin_mpi.control.exchange import (
+    all_or_none,
+    attempt_all,
+    broadcast,
+    gather,
+    receive_object,
+    refuse,
+    send_object,
+)
+from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.data.sampler import Period
 from aladdin_mpi.errors import DISK_FULL, TransportError, UserError, system_error
+from aladdin_mpi.flat.lanes import LaneReplica
 from aladdin_mpi.flat.replica import describe_state
+from aladdin_mpi.flat.state import MergedState
 from aladdin_mpi.optimizers.sgd import LearningRate
 from aladdin_mpi.options.algorithms import Algorithm
 from aladdin_mpi.options.reader import with_current_names
@@ -43,6 +54,7 @@ from aladdin_mpi.session.plan import Origin, Plan
 from aladdin_mpi.session.resizing import StateAssembly, report_resize, share, taken
 from aladdin_mpi.session.session import Session
 from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.worker.role import Role
 
 FORMAT = "aladdin_mpi checkpoint 1"
 MANIFEST = "manifest.json"
@@ -531,3 +543,28 @@ def _restore_failed(session: Session, is_new: bool) -> None:
     collect_model(context, role, without=[rank for rank, was_lost in enumerate(new) if was_lost])
     if not is_new:
         replica.parameters.copy_(mine)
+    elif isinstance(context.replica, LaneReplica):
+        context.replica.refresh()
+    if context.algorithm.all_reduces is not None:
+        _share_state(context, role, new)
+
+
+def _share_state(context: Context, role: Role, new: Sequence[bool]) -> None:
+    """Give new ranks what is equal on all workers, such as momentum, from the first of the others.
+
+    Without it, their models would differ from then on.
+    """
+    transport, islands = context.transport, context.islands
+    for lane in range(islands.lanes):
+        workers = islands.workers(lane)
+        first = next(rank for rank in workers if not new[rank])
+        for rank in workers:
+            if not new[rank]:
+                continue
+            if transport.rank == first:
+                state = {k: each for k, each in role.state_dict().items() if k != "parameters"}
+                transport.wait(*send_object(transport, state, rank, Tag.STATE))
+            elif transport.rank == rank:
+                state = receive_object(transport, first, Tag.STATE)
+                model = context.replica.parameters.clone()
+                role.resize(MergedState(model, state))

@@ -225,8 +225,8 @@ class GeneralOptions(BaseModel):
     )
     node_sums: bool = run_option(
         False,
-        "per-node aggregation: the workers of a host act as one worker",
-        details="the host sends the sum of their gradients and receives one model",
+        "the workers of a host act as one, through its first worker",
+        details="as --island node, which uses all of a host's ranks",
     )
     node_size: PositiveInt | None = run_option(
         None,

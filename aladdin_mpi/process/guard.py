@@ -41,6 +41,8 @@ LAST_TURN = 3
 
 remedy: Callable[[], str] = str
 """Returns how to continue after the job has ended during training."""
+excuse: Callable[[], str] = str
+"""Returns why this rank leaves a run that continues, after another rank's failure; empty: none."""
 _last: list[Callable[[], None]] = []
 _LIBRARY = Path(os.__file__).parent
 _ending = threading.Lock()
@@ -243,6 +245,9 @@ def end_job(error: BaseException) -> None:
         failed = error.rank if isinstance(error, PeerFailedError) else None
         if failed is not None and size > 1 and rank != (1 if failed == 0 else 0):
             time.sleep(YIELD_SECONDS)
+        if reason := excuse():
+            console.say(f"aladdin_mpi: {reason}")
+            leave(0)
         console.say(f"aladdin_mpi: error: {error}{_and_then(AGAIN)}")
     elif (full := system_error(error)) and full.errno in DISK_FULL:
         console.say(

@@ -50,6 +50,7 @@ from aladdin_mpi.session.building import (
 )
 from aladdin_mpi.session.context import Context, make_context, share_model
 from aladdin_mpi.session.coordinator import Coordinator, RunHook
+from aladdin_mpi.session.islands import fail_together
 from aladdin_mpi.session.plan import Origin, Plan, make_plan
 from aladdin_mpi.session.session import LocalState, Session
 from aladdin_mpi.session.user_optimizer import UserOptimizer
@@ -181,6 +182,7 @@ def _assemble_in(
             local.seed(options.seed * 1_000_003 + transport.rank + 1)
             if options.resume is not None:
                 checkpoints.resume(session, lr)
+        fail_together(transport, context.islands)  # after others have noted the failure itself
         heartbeats = Heartbeats(transport, options.worker_timeout)
         if coordinator is not None:
             _begin(context, role, coordinator, folder.path, takeover)

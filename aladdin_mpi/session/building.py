@@ -58,10 +58,10 @@ def make_optimizer(
     registry.check_optimizer(context.algorithm, options, optimizer)
     if len(context.lanes) > 1 and not optimizer.takes_parts:
         raise UserError(
-            f"optimizer: {optimizer.name} steps whole parameters, and with {options.island_flag} "
-            f"each rank of an island has one of {len(context.lanes)} parts of each. Use an "
-            "optimizer that treats every value alike, such as AdamW, or leave "
-            f"{options.island_flag} out."
+            f"{options.island_flag} cannot be combined with the optimizer {optimizer.name}, which "
+            "steps whole parameters: each rank of an island has one of "
+            f"{len(context.lanes)} parts. Use an optimizer that treats every value alike, such as "
+            "AdamW, or leave the option out."
         )
     return optimizer
 
@@ -150,6 +150,8 @@ def make_server(
         context.projections,
         partial(scale_of, options.lr_scaling),
         None if code.arriving is None else code.arriving(wire, context.layout),
+        context.transport,
+        [] if context.lane is None else context.islands.workers(context.lane.number),
     )
     return code.server(server, optimizer, options)
 

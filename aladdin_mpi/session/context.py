@@ -157,9 +157,7 @@ class Context:
 
     @property
     def needs_all(self) -> str | None:
-        """The option that requires every worker; None: the run can continue without some."""
-        if self.options.island_flag:
-            return self.options.island_flag
+        """The algorithm if it requires every worker; None: the run can continue without some."""
         return self.options.algorithm if self.algorithm.needs_all(self.options) else None
 
     @property
@@ -232,11 +230,13 @@ def _check_whole_parameters(context: Context) -> None:
     for feature, is_used in (
         (compression, options.compression != "none"),
         ("run.project()", bool(context.projections)),
+        ("--sharding layer", options.sharding == "layer"),
     ):
         if is_used:
             raise UserError(
-                f"{feature} requires whole parameters on each rank, and with {options.island_flag} "
-                f"each rank of an island has one of {len(context.lanes)} parts. Leave one out."
+                f"{options.island_flag} cannot be combined with {feature}, which requires whole "
+                f"parameters: each rank of an island has one of {len(context.lanes)} parts. Leave "
+                "one out."
             )
 
 

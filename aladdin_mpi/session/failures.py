@@ -28,6 +28,7 @@ class Failures:
         self._transport = transport = context.transport
         self._budget = budget
         self._first_worker = context.servers
+        self._islands = context.islands
         self._needed = context.needs_all
         self._moment = moment
         self._silence = context.options.worker_timeout
@@ -87,7 +88,7 @@ class Failures:
         host = self._transport.host_names[rank]
         number = self._transport.original_ranks[rank]
         excluded = rank in self._transport.excluded
-        event = f"has sent no heartbeat for {self._silence:g} s" if excluded else "has failed"
+        event = self._event(rank) if excluded else "has failed"
         what = f"rank {number} (host {host}) {event} at sample {moment['samples']}"
         workers = sum(each >= self._first_worker for each in surviving_ranks(self._transport))
         self._check_can_continue(rank, what, workers)
@@ -102,6 +103,15 @@ class Failures:
         record = {"rank": number, "host": host, "what": fate, **moment}
         self._open.append((rank, record))
         self.records.append(record)
+
+    def _event(self, rank: int) -> str:
+        """Return the reason for which a rank is excluded."""
+        died = self._transport.failed - self._transport.excluded
+        mates = self._islands.mates(rank) if rank >= self._first_worker else []
+        lost = next((each for each in mates if each in died), None)
+        if lost is None:
+            return f"has sent no heartbeat for {self._silence:g} s"
+        return f"is in the island of rank {self._transport.original_ranks[lost]}, which has failed,"
 
     def _check_can_continue(self, rank: int, what: str, workers: int) -> None:
         """Raise LostError if the run cannot continue without the rank."""
@@ -149,7 +159,8 @@ def record_losses(context: Context, role: Role, failures: Failures | None) -> No
     if isinstance(role, ServerAlgorithm):
         workers = [rank for rank in transport.failed if rank >= first]
         turns = len(context.whole.outside)
-        taken = {str(rank): role.taken_from(rank - first) // turns for rank in workers}
+        number = context.islands.number
+        taken = {str(rank): role.taken_from(number(rank)) // turns for rank in workers}
     everywhere = gather(transport, taken)
     if failures is not None:
         failures.close(everywhere)

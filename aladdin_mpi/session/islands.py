@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import gcd
 
-from aladdin_mpi.errors import UserError
+from aladdin_mpi.control.tags import COORDINATOR
+from aladdin_mpi.errors import ExcludedError, LostError, UserError
 from aladdin_mpi.options.algorithms import Algorithm
 from aladdin_mpi.options.run import RunOptions
+from aladdin_mpi.process import guard
 from aladdin_mpi.transport.base import Transport, once
 from aladdin_mpi.worker.island import host_groups
 
@@ -50,9 +52,17 @@ class Islands:
             for place, rank in enumerate(island)
         }
 
+    def number(self, rank: int) -> int:
+        """Return the number of a rank's island, from 0."""
+        return self._places[rank][0]
+
     def island(self, rank: int) -> Sequence[int]:
         """Return the members of a rank's island."""
-        return self.members[self._places[rank][0]]
+        return self.members[self.number(rank)]
+
+    def mates(self, rank: int) -> list[int]:
+        """Return the other members of a rank's island."""
+        return [each for each in self.island(rank) if each != rank]
 
     def lane(self, rank: int) -> int | None:
         """Return the number of a rank's lane; None: it owns none."""
@@ -66,6 +76,44 @@ class Islands:
     def ranks(self, lane: int) -> list[int]:
         """Return the ranks that train a lane, servers first."""
         return [*range(lane, self.servers, self.lanes), *self.workers(lane)]
+
+
+def excuse(transport: Transport, islands: Islands) -> str:
+    """Return why this rank leaves the run, as a member of its island has failed; else ""."""
+    me = transport.rank
+    mates = islands.mates(me) if me >= islands.servers else []
+    for mate in transport.failed.intersection(mates):
+        mine, other = (transport.original_ranks[rank] for rank in (me, mate))
+        return (
+            f"rank {mine} (host {transport.host_names[me]}) exits, because rank {other} of its "
+            "island has failed; the run continues without this island"
+        )
+    return ""
+
+
+def fail_together(transport: Transport, islands: Islands) -> None:
+    """Exclude the other members of an island from the run when one fails; every rank calls it.
+
+    Over MPI these leave the run by themselves, with an ExcludedError or, if they wait for the
+    failed rank, by :data:`.guard.excuse`. Rank 0 cannot leave, so the run ends with its island.
+    """
+
+    def lose(rank: int) -> None:
+        if rank < islands.servers or rank == COORDINATOR:
+            return  # the run ends, or another rank takes its place
+        mates = islands.mates(rank)
+        if COORDINATOR in mates:
+            number, host = transport.original_ranks[rank], transport.host_names[rank]
+            raise LostError(f"rank {number} (host {host}) has failed, in the island of rank 0")
+        if transport.rank in mates and not transport.shares_process:
+            raise ExcludedError(excuse(transport, islands))
+        for mate in mates:
+            if mate not in transport.failed:
+                transport.exclude(mate)
+
+    if islands.size > 1 and transport.survives:
+        guard.excuse = partial(excuse, transport, islands)
+        transport.on_failure(lose)
 
 
 def make_islands(
@@ -93,11 +141,13 @@ def make_islands(
             f"as many on each host (servers, which are the first ranks, do not count){divided}."
         )
     lanes = gcd(counts[0], servers) if servers else counts[0]
+    if options.node_sums:
+        lanes = 1
     least = max(algorithm.least_workers, servers // lanes)
     if len(members) < least:
         raise UserError(
-            f"{flag} requires at least {least} nodes for --algorithm {algorithm.name}"
+            f"{flag} requires at least {least} islands for --algorithm {algorithm.name}"
             + (f" with {servers} servers" if servers > 1 else "")
-            + f", got {len(members)}. Use more hosts, or leave {flag} out."
+            + f", got {len(members)}. Use more workers or fewer servers, or leave {flag} out."
         )
     return Islands(servers, members, lanes)

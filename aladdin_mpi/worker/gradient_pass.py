@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from math import isfinite, sqrt
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from aladdin_mpi.flat.vectors import clear, clip_norm, is_finite, scale, total
 from aladdin_mpi.options.algorithms import Clips
 from aladdin_mpi.transport.base import Event, IdleUntil, Transport, await_event
 from aladdin_mpi.worker.island import Island
-from aladdin_mpi.worker.step import Compute, ModelledStep, Skip
+from aladdin_mpi.worker.step import Compute, Loss, ModelledStep, Skip
 
 
 # -- backward -------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ class RealStep:
         on_bucket: OnBucket,
         idle_until: IdleUntil | None = None,
         before_forward: OnBucket | None = None,
-    ) -> float | Tensor | None:
+    ) -> Loss:
         """Compute the batch's gradient into the flat ``vector``; return the loss."""
         assert self.watch is not None
         self._replica.bind_gradients(vector)
@@ -78,7 +78,7 @@ class RealStep:
         self._last = self._transport.now() - start
         if self._slowdown > 1 and is_first:
             self._transport.sleep((self._slowdown - 1) * self._last)
-        return None if isinstance(loss, Skip) else loss
+        return loss
 
     def close(self) -> None:
         """Remove the hooks from the model."""
@@ -183,6 +183,9 @@ class Clipping:
         self.norm = norm
         self.kind = kind
         self.is_wait_free = wait_free and not (kind == "own" and norm is not None)
+        self.per_step = per_step
+        self.recent = norm
+        """Norm to which the last step of the training loop was clipped."""
         self._awaits_first = per_step and kind == "own"
 
     @property
@@ -208,10 +211,11 @@ class Clipping:
                 "clip= or wait_free=False."
             )
 
-    def note_step(self, is_clipped: bool) -> None:
-        """Record a computed step; the first one decides for all later ones."""
+    def note_step(self, norm: float | None) -> None:
+        """Record the norm of a computed step; the first one decides for all later ones."""
+        self.recent = norm
         if self._awaits_first:
-            self.is_wait_free = self.is_wait_free and not is_clipped
+            self.is_wait_free = self.is_wait_free and norm is None
             self._awaits_first = False
 
 
@@ -301,6 +305,7 @@ class GradientPass:
         self.check = GradientCheck()
         self.unused: list[slice] = []
         self.loss: float | Tensor | None = None
+        self._is_computed = False
 
     # -- called by the training loop, before or during backward ----------------------------------
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -323,13 +328,15 @@ class GradientPass:
         stages, vector = self._stages, self.vector
         if stages.island is not None:
             self._computed = stages.island.begin(vector)
-        self.loss = stages.step.compute_into(
+        loss = stages.step.compute_into(
             self._computed,
             self.part,
             self._complete,
             None if self._is_real else self._idle_condition(),
             self._before_forward,
         )
+        self._is_computed = not isinstance(loss, Skip)
+        self.loss = None if isinstance(loss, Skip) else loss
         if self._is_held_back:  # so the whole gradient can still be zeroed
             if stages.is_too_large(self.loss):
                 self.check.refuse()
@@ -343,7 +350,7 @@ class GradientPass:
         has_effect = self._stages.island is not None or self._is_held_back
         return None if has_effect else self._idle_until
 
-    def leave_out(self, unused: Set[int]) -> None:
+    def leave_out(self, unused: Set[int], before: Callable[[], None] = lambda: None) -> None:
         """Hand over a gradient of zero, as this worker has no samples.
 
         It does not change a sum over workers. As a local step it is one along a gradient of zero,
@@ -351,11 +358,13 @@ class GradientPass:
         the last batch did not use are not stepped.
 
         Args:
-            unused: the parameters that the last batch did not use.
+            unused: the parameters that may have no gradient.
+            before: called before anything is handed over.
         """
         stages = self._stages
         if stages.island is not None:
             self._computed = stages.island.begin(self.vector)
+        before()
         clear(self._computed)
         stages.replica.use_none()
         for bucket in stages.layout.buckets:
@@ -422,12 +431,20 @@ class GradientPass:
 
     # -- after backward ---------------------------------------------------------------------------
     def finish(self) -> None:
-        """Clip the gradient as a whole, and hand over the buckets that were held back."""
-        clipping = self._stages.clipping
+        """Clip the gradient as a whole, and hand over the buckets that were held back.
+
+        Without a batch, the training loop has not requested clipping, but other workers' loops may
+        have: the norm of this worker's last batch applies.
+        """
+        clipping, island = self._stages.clipping, self._stages.island
+        norm = self.norm if self._is_computed else clipping.recent
+        self.norm = norm
+        if island is not None and clipping.per_step:
+            self.norm = island.smallest(norm)
         if self.norm is not None and clipping.kind == "own":
             self.clip(self.vector, self.norm)
-        if self.lease.size > 0:
-            clipping.note_step(is_clipped=self.norm is not None)
+        if self._is_computed:
+            clipping.note_step(norm)
         for bucket in self._held_back:
             self._on_bucket(bucket)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from math import log2, sqrt
+from math import inf, log2, sqrt
 
 import torch
 from torch import Tensor
@@ -327,16 +327,21 @@ class Island:
 
         Returns the whole gradient to compute; ``vector`` itself if there is one lane, on its owner.
         """
+        self.exchange_models()
+        if self._own is not None:
+            self._own.sum.begin(vector)
+        self._vector = vector
+        return vector if self._has_all else self._gradient
+
+    def exchange_models(self) -> None:
+        """Update the whole model from those of all lanes; every member calls it."""
         if self._own is not None:
             self._own.send_model()
             if not self._has_all:
                 self._own.lane.scatter(self._x, self.whole.parameters)
-            self._own.sum.begin(vector)
         for link in self._links:
             link.flush()
             link.take_model()
-        self._vector = vector
-        return vector if self._has_all else self._gradient
 
     def mark(self, bucket: Bucket, unused: Collection[int]) -> None:
         """Mark the parameters in a bucket that the gradient does not reach."""
@@ -357,25 +362,39 @@ class Island:
             copy(mine.of(self._vector), lane.pieces.buckets[bucket.index].of(self._gradient))
         yield from self._own.sum.complete(mine)
 
+    def smallest(self, norm: float | None) -> float | None:
+        """Return the smallest of the norms to which members clip this step; None: none does.
+
+        Every member calls this in every step that its loop may clip. Members without a batch may
+        not know the norm.
+        """
+        known = self._gather(inf if norm is None else norm, self._ranks)
+        return None if min(known) == inf else min(known)
+
     def clip_norm(self, vector: Tensor, largest: float) -> None:
         """Scale the lane's vector by the same factor as those of all other lanes, in place.
 
         The factor limits the L2 norm of all lanes together; their owners call this together.
         """
-        if vector.is_meta:
+        if vector.is_meta or self._own is None:
             return
-        squares = torch.linalg.vector_norm(vector, dtype=torch.float64).square().reshape(1).cpu()
-        others = [rank for rank in self._owners if rank != self._transport.rank]
+        squares = torch.linalg.vector_norm(vector, dtype=torch.float64).square().item()
+        norm = sqrt(sum(self._gather(squares, self._owners)))
+        scale(vector, min(1.0, largest / (norm + 1e-6)))
+
+    def _gather(self, number: float, ranks: Sequence[int]) -> list[float]:
+        """Return the numbers of these members, which call it together, in one order for all."""
+        others = [rank for rank in ranks if rank != self._transport.rank]
         received = [torch.empty(1, dtype=torch.float64) for _ in others]
-        requests = [
+        receives = [
             self._transport.irecv(buffer, rank, Tag.LOCAL_NORM)
             for buffer, rank in zip(received, others, strict=True)
         ]
-        requests += [self._transport.isend(squares, rank, Tag.LOCAL_NORM) for rank in others]
-        self._transport.wait(*requests)
-        by_rank = {self._transport.rank: squares, **dict(zip(others, received, strict=True))}
-        norm = sqrt(sum(by_rank[rank].item() for rank in sorted(by_rank)))  # one order for all
-        scale(vector, min(1.0, largest / (norm + 1e-6)))
+        sends = [self._transport.isend((number,), rank, Tag.LOCAL_NORM) for rank in others]
+        self._transport.wait(*receives, *sends)
+        known = {rank: numbers_of(each)[0] for rank, each in zip(others, receives, strict=True)}
+        known[self._transport.rank] = number
+        return [known[rank] for rank in ranks]
 
     def flush(self) -> None:
         """Wait until all messages have been sent."""

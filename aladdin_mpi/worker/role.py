@@ -200,7 +200,8 @@ class TrainingWorker(Role):
         worker = self.worker
         if worker.in_a_row < 2:
             return ""
-        return f"the last {worker.in_a_row} gradients of worker {worker.index} were refused"
+        number = worker.whole.rank - worker.servers
+        return f"the last {worker.in_a_row} gradients of worker {number} were refused"
 
     def part(self, bucket: Bucket) -> Tensor:
         """Return a bucket of this worker's model."""
@@ -232,6 +233,9 @@ class ComputingMember(TrainingWorker):
         """Compute until the segment's samples are used up; the island moves the values."""
         for _ in self.worker.batches():
             self.worker.gradient(self.x)
+
+    def project(self) -> None:
+        """Do nothing: the owners' values are projected."""
 
     def weight(self, bucket: Bucket) -> float:
         """Return 0: it has no values."""

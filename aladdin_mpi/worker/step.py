@@ -116,7 +116,7 @@ class ModelledStep:
         on_bucket: OnBucket,
         idle_until: IdleUntil | None = None,
         before_forward: OnBucket | None = None,
-    ) -> float | Tensor | None:
+    ) -> Loss:
         """Compute the batch's gradient into the flat ``vector``; return the loss.
 
         Args:
@@ -141,7 +141,7 @@ class ModelledStep:
         buckets = self._layout.buckets
         moments = [start + duration * share for share in self._ends]
         sleep_between(self._transport, moments, lambda index: on_bucket(buckets[index]), idle_until)
-        return None if isinstance(loss, Skip) else loss
+        return loss
 
     def _pass_forward(self, duration: float, before_forward: OnBucket) -> float:
         """Simulate the forward pass; return its start, excluding waits."""

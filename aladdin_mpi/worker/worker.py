@@ -336,11 +336,15 @@ class Worker(Stateful):
             self._begin_turn(0)
             self.lr = self._schedule(self.lease.start)
             self.part = self.lease if island is None else island.divide(self.lease)
-            if self.part.size == 0 and not has_ended:
-                self._on_empty(self.part)
-            has_ended = self.lease.whole == 0
-            if has_ended:
+            if self.lease.whole == 0:
+                if not has_ended and island is not None:
+                    island.exchange_models()  # of the last step
+                if not has_ended:
+                    self._on_empty(self.part)
+                has_ended = True
                 continue  # later leases are empty too
+            if self.part.size == 0 and island is None:
+                self._on_empty(self.part)
             for _ in range(draws.short):
                 draws.request(size, self._take_report())
             self.reached.advance(self.lease.start, is_stepping=True)
@@ -415,12 +419,29 @@ class Worker(Stateful):
             if not self.turn:
                 self.samples += part.size
         else:
-            step.leave_out(self._batch_unused[self.turn])
+            step.leave_out(self._unused_without_batch(), self._pass_empty)
         step.finish()
         if part.size:
             self._batch_unused[self.turn] = self.model.unused
             self._outcomes.note(step, self.ends_batch)
             self.settle(self._outcomes.lag)
+
+    def _pass_empty(self) -> None:
+        """Handle a lease without samples for this member, after models have been exchanged.
+
+        The training loop may then wait for those of other workers, as at the end of an epoch.
+        """
+        if self._island is not None and not self.turn:
+            self._on_empty(self.part)
+
+    def _unused_without_batch(self) -> Set[int]:
+        """Return the parameters that a step without samples may leave out.
+
+        The marks of an island's members with samples decide among all parameters.
+        """
+        if self._island is None or not self.lease.size:
+            return self._batch_unused[self.turn]
+        return set(range(len(self.model.sizes)))
 
     def unused(self, part: slice) -> Unused:
         """Return the parts of ``part``, relative to its start, that have no gradient.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tests.commands import (
 )
 from tests.launch import needs
 from tests.messages import check_names
-from tests.run.jobs import ULFM, checkpoints, kill_ranks, wait_until
+from tests.run.jobs import ULFM, kill_ranks, samples_so_far, wait_until
 from tests.run.program_runs import PROGRAMS
 
 ABLE = sorted(name for name, algorithm in ALGORITHMS.items() if algorithm.islands)
@@ -226,16 +227,111 @@ def test_islands_refuse_horovod(tmp_path: Path) -> None:
     check_names(refusal(completed), "all-reduce:", "ring or torch", "--island", "horovod")
 
 
+@pytest.mark.parametrize(
+    ("kind", "algorithm", "servers", "samples"),
+    [
+        ("clip", "bsp", 1, 96),  # a member without a lane
+        ("clip", "ar-sgd", 1, 99),  # members without samples in the last round
+        pytest.param("clip", "sgp", 1, 99, marks=pytest.mark.long),
+        ("break", "ar-sgd", 1, 480),
+        pytest.param("break", "aladdin", 2, 480, marks=pytest.mark.long),
+        ("project", "bsp", 1, 96),
+        ("epochs", "ar-sgd", 1, 97),  # only one member has a sample in the second epoch
+        ("epochs", "aladdin-ahead", 2, 97),
+        ("epochs", "ar-sgd", 1, 288),
+    ],
+)
+def test_loop_of_a_script_trains_on_islands(
+    tmp_path: Path, kind: str, algorithm: str, servers: int, samples: int
+) -> None:
+    options = ["--workers", 6, "--hosts", 3, *ISLANDS, "--servers", servers]
+    script = PROGRAMS / "island_loop.py"
+    options = [script, "--run-dir", tmp_path / "run", *options, "--", kind, algorithm, samples]
+    completed = simulate(None, *options)
+    lines = completed.stdout.splitlines()
+    drawn, computed, applied, largest = next(line for line in lines if "rank" not in line).split()
+    assert computed == applied and float(largest) < (0.11 if kind == "project" else 1)
+    assert int(drawn) < samples if kind == "break" else int(drawn) == samples
+    if kind == "epochs":
+        of_workers = [line for line in lines if not line.endswith(": 0 True")]
+        assert len(of_workers) == 6 + 1 and sum(": 6 " in line for line in of_workers) == 6
+        # Where models are equal, every worker has the trained one after the last epoch.
+        assert algorithm != "ar-sgd" or "False" not in completed.stdout
+
+
+FAILED = ["--failures", "4=1.3", "--eval-every", 0.25, "--checkpoint-every", 960]
+"""A member of the island (1, 4), or (4, 7) with two servers, in the fifth round or so."""
+
+
+@pytest.mark.parametrize("algorithm", ABLE)
+def test_failed_rank_ends_its_island_only(tmp_path: Path, algorithm: str) -> None:
+    """The others train to the end, and a resumed run has all islands again."""
+    servers = 2 if algorithm in SERVED else 0
+    options = ["--algorithm", algorithm, "--servers", 2, *ISLANDS]
+    figures = run(tmp_path, *options, "--samples", 1920, *FAILED)
+    failures = {failure["rank"]: failure for failure in figures["failures"]}
+    mate = 7 if servers else 1
+    assert failures.keys() == {4, mate}
+    assert (failures[4]["what"], failures[mate]["what"]) == ("died", "left out")
+    lost = sum(failure["samples_lost"] for failure in failures.values())
+    assert lost == figures["samples_lost"] > 0
+    assert figures["gradients_computed"] == figures["gradients_applied"] <= 30
+    assert figures["test_accuracy"] > 0.5
+    simulate(None, "--resume", tmp_path, "--samples", 3840)
+    resumed = summary(tmp_path)
+    assert len(resumed["failures"]) == 2
+    assert resumed["gradients_computed"] == figures["gradients_computed"] + 30
+    if algorithm in ("ar-sgd", "bsp"):  # the island that is back has the same model
+        assert {line["model_variance"] for line in metrics(tmp_path, "eval")} == {0.0}
+
+
+def test_run_ends_with_the_island_of_rank_0(tmp_path: Path) -> None:
+    options = ["--algorithm", "ar-sgd", *ISLANDS, "--samples", 1920, "--failures", "3=1.3"]
+    completed = simulate(tmp_path, *CLUSTER, *options, check=False)
+    check_names(refusal(completed), "rank 3 (host ", "island of rank 0", "--run-dir")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("algorithm", ["aladdin-ahead", "bsp", "ar-sgd", "sgp", "diloco"])
+def test_islands_fail_at_any_time(tmp_path: Path, algorithm: str, seed: int) -> None:
+    draw = random.Random(seed)
+    first = 2 if algorithm in SERVED else 0
+    ranks = draw.sample([r for r in range(first, first + 8) if r not in (0, 4)], 2)
+    moments = [f"{rank}={draw.uniform(1.0, 1.8):.4f}" for rank in ranks]
+    options = ["--algorithm", algorithm, "--servers", 2, "--workers", 8, "--hosts", 4]
+    options += [*ISLANDS, "--samples", 2560, "--eval-every", 0.25, "--seed", seed]
+    figures = run(tmp_path, *options, "--failures", *moments)
+    assert figures["gradients_computed"] == figures["gradients_applied"]
+    assert figures["samples"] == 2560
+    failed = {failure["rank"] for failure in figures["failures"]}
+    assert failed >= set(ranks) and len(failed) in (2, 4)
+
+
 @needs("openmpi")
 @pytest.mark.slow
-@pytest.mark.long
-def test_run_with_islands_ends_when_worker_fails(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "ranks", "options", "killed", "mate"),
+    [
+        ("aladdin-ahead", 6, ["--servers", 2], 5, 4),
+        pytest.param("aladdin", 5, [], 4, 3, marks=pytest.mark.long),
+        pytest.param("ar-sgd", 4, [], 2, 3, marks=pytest.mark.long),
+    ],
+)
+def test_failed_rank_ends_its_island_only_over_mpi(
+    tmp_path: Path, algorithm: str, ranks: int, options: list[Any], killed: int, mate: int
+) -> None:
     folder = tmp_path / "run"
-    options = ["--algorithm", "aladdin", *ISLANDS, "--epochs", 1000]
-    options += ["--slowdown", "0=3", "--log-every", 320, "--checkpoint-every", 320]
-    with training(5, folder, *options, mpirun=ULFM) as job:
-        wait_until(job, lambda: checkpoints(folder) and len(metrics(folder)) >= 6)
-        kill_ranks(job, [4])
-        completed = job.wait(150)  # Open MPI may take long to end the remaining ranks
-    assert completed.returncode != 0
-    check_names(refusal(completed), "rank 4 (host ", "--island", f"--resume {folder}")
+    plan = ["--algorithm", algorithm, *options, *ISLANDS, "--epochs", 12, "--slowdown", "0=3"]
+    with training(ranks, folder, *plan, "--log-every", 320, mpirun=ULFM) as job:
+        wait_until(job, lambda: samples_so_far(folder) >= 2 * EPOCH, seconds=100)
+        kill_ranks(job, [killed])
+        completed = job.wait(150)
+    assert completed.returncode == 0, repr(completed)
+    assert "Traceback" not in completed.stderr, repr(completed)
+    check_names(completed.stderr, f"rank {mate} ", f"rank {killed} of its island has failed")
+    figures = summary(folder)
+    assert sorted(failure["rank"] for failure in figures["failures"]) == sorted([killed, mate])
+    assert figures["gradients_computed"] == figures["gradients_applied"]
+    assert figures["samples"] == 12 * EPOCH
+    assert figures["test_accuracy"] > 0.85

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from greenlet import greenlet
 from torch import Tensor
 
-from aladdin_mpi.errors import PeerFailedError, TransportError
+from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.options.cluster import Cluster, Pauses
 from aladdin_mpi.transport import collectives
 from aladdin_mpi.transport.base import (
@@ -93,6 +93,8 @@ class Fabric:
         """Results of :meth:`Simulation.once`."""
         is_free = not (cluster.memory_gbyte or cluster.handling_us)
         self.handling = None if is_free else cluster.handling
+        self.exclude: Callable[[int], None] = self.remove
+        """Excludes a rank; the engine's."""
         self.callers: list[greenlet] = []
         """Free callers, see :class:`ScheduledCallbacks`."""
         self.transports = [
@@ -532,8 +534,7 @@ class VirtualTransport(Transport):
         return self._fabric.excluded
 
     def exclude(self, rank: int) -> None:
-        # The cluster itself excludes a rank that pauses for longer than its ``silence``.
-        raise TransportError(f"rank {rank} cannot be excluded by a rank in virtual time")
+        self._fabric.exclude(rank)
 
     def on_failure(self, action: Callable[[int], None]) -> None:
         # All ranks are notified at the time of a failure.

@@ -86,6 +86,7 @@ class _Run:
         self.silences = _from(setup.start_time, silences)
         may_fail = bool(setup.cluster.failures or silences)
         self.fabric = Fabric(setup.cluster, setup.size, self.clock, may_fail)
+        self.fabric.exclude = lambda rank: self._exclude(self.fabric.transports[rank])
         self.running = 0
 
     def run(self, main: Callable[[VirtualTransport], T]) -> list[T | None]:
