@@ -50,7 +50,7 @@ class TrainingData:
         """Return a worker's batches, from its present position; None with timed computing.
 
         Args:
-            worker: this rank's; with per-node aggregation, each process has different batches.
+            worker: this rank's; in an island, each process has different batches.
             past: periods of the run with other numbers of workers.
         """
         options = self.options
