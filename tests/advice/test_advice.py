@@ -73,15 +73,15 @@ def test_candidate_bounds_use_hosts_links_and_slowdowns_of_cluster() -> None:
 
 
 def test_candidate_rounds_are_the_shortest_that_links_carry() -> None:
-    # A ring carries 2 * 7/8 * 20 MB of fp32 per sum over 0.125 GB/s: 2.8 steps, in int4 0.35.
+    # A ring carries 2 * 7/8 * 20 MB of fp32 per sum over 0.125 GB/s: 2.8 steps, in int2 0.18.
     ring = 2 * 7 / 8 * 20e6 / GBIT / 0.1
     assert candidates.link_steps(Candidate("diloco", 0, False), FOUR) == pytest.approx(ring)
     assert candidates.plain("diloco", FOUR).rounds == candidates.ROUNDS[0]
     slow = replace(FOUR, links=[GBIT / 50] * 4)
     first = candidates.plain("diloco", slow)
-    assert first.rounds == 32  # 17.5 steps in int4
-    assert [each.rounds for each in candidates.variants("diloco", slow)] == [64]
-    assert "--diloco-steps 32 --diloco-fragments 4 --diloco-overlap 8" in first.key
+    assert first.rounds == 16  # 8.75 steps in int2
+    assert [each.rounds for each in candidates.variants("diloco", slow)] == [32, 64]
+    assert "--diloco-steps 16 --diloco-outer-lr 1 --diloco-outer-momentum 0" in first.key
     assert candidates.plain("async-diloco", replace(FOUR, links=[1.0] * 4)).rounds == 64
 
 

@@ -78,7 +78,7 @@ def test_advise_recommends_fastest_runnable_candidate(tmp_path: Path) -> None:
             check(command, tmp_path)
     assert (out / "advice.png").stat().st_size > 10_000
     second = advise("--describe", SMALL, *MODEL, "--out", out)
-    assert second.returncode == 2 and "--out: " in second.stderr
+    assert second.returncode == 2 and f"--out {out}: " in second.stderr
 
 
 @pytest.mark.long
