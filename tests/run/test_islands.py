@@ -170,11 +170,11 @@ def test_resumed_run_with_islands_equals_the_uninterrupted_one(
         (["--island", 3], ["--island", "3 workers", "got 2"]),
         (
             ["--island", "node", "--algorithm", "sgp", "--hosts", 1],
-            ["--island", "2 nodes", "--algorithm sgp"],
+            ["--island", "2 islands", "--algorithm sgp"],
         ),
         (
             [*ISLANDS, "--servers", 5],
-            ["--island", "5 nodes", "--algorithm aladdin-ahead", "5 servers"],
+            ["--island", "5 islands", "--algorithm aladdin-ahead", "5 servers"],
         ),
         ([*ISLANDS, "--max-loss", 9], ["--island", "--max-loss"]),
         (
