@@ -61,7 +61,7 @@ class Lane:
         self._starts = [start for start, _ in edges]
 
     def narrow(self, part: slice) -> slice:
-        """Return the lane's share of a part of the whole vector, as a part of its own."""
+        """Return the lane's share of a part of the whole vector, as a part of the lane's vector."""
         if self.count == 1:
             return part
         return slice(self._place(part.start), self._place(part.stop))
@@ -147,7 +147,3 @@ class LaneReplica(FlatModel):
         """Copy the values from the whole model."""
         if self._lane is not None:
             self._lane.gather(self.whole.parameters, self.parameters)
-
-    def new_vector(self) -> Tensor:
-        """Return a zeroed vector like the lane's."""
-        return self.parameters if self.parameters.is_meta else torch.zeros_like(self.parameters)

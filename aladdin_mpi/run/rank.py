@@ -133,6 +133,7 @@ class Rank:
         return summary
 
     def _release(self) -> None:
+        guard.excuse = str  # it must not outlive the islands of this run
         self.heartbeats.close()
         self.evaluations.close()
         self.session.role.close()

@@ -50,7 +50,8 @@ def summarise(
     """
     counts = role.counts()
     if isinstance(role, TrainingWorker) and not role.worker.is_first_member:
-        counts.pop("coalesced", None)  # the island's gradients count once
+        # The first member counts the island's gradients.
+        counts = {name: counts[name] for name in ("refused", "left_out")}
     mine = {
         **counts,
         "waiting": waiting,

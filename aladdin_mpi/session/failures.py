@@ -106,9 +106,9 @@ class Failures:
 
     def _event(self, rank: int) -> str:
         """Return the reason for which a rank is excluded."""
-        died = self._transport.failed - self._transport.excluded
+        failed = self._transport.failed - self._transport.excluded
         mates = self._islands.mates(rank) if rank >= self._first_worker else []
-        lost = next((each for each in mates if each in died), None)
+        lost = next((each for each in mates if each in failed), None)
         if lost is None:
             return f"has sent no heartbeat for {self._silence:g} s"
         return f"is in the island of rank {self._transport.original_ranks[lost]}, which has failed,"

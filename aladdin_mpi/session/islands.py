@@ -131,10 +131,11 @@ def make_islands(
         return once(transport, key, lambda: Islands.of_single_ranks(servers, size))
     members = host_groups(transport, servers, largest)
     counts = sorted({len(island) for island in members})
-    given = options.island if isinstance(options.island, int) else None
-    if len(counts) > 1 or given not in (None, 1, counts[0]):
-        multiple = f"{given} workers, or a multiple," if given not in (None, 1) else ""
-        number = multiple or "the same number of workers"
+    exact = None if options.island in (1, "node") else options.island
+    if len(counts) > 1 or exact not in (None, counts[0]):
+        number = (
+            "the same number of workers" if exact is None else f"{exact} workers, or a multiple,"
+        )
         divided = ", or add --node-size with a number that divides all" * (flag == "--node-sums")
         raise UserError(
             f"{flag} requires {number} on every node, got {' and '.join(map(str, counts))}. Start "

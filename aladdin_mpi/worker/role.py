@@ -184,13 +184,10 @@ class TrainingWorker(Role):
         self.worker.close()
 
     def counts(self) -> dict[str, int]:
-        """Return the numbers of gradients computed and refused, and of samples left out.
-
-        The gradients of an island count once.
-        """
+        """Return the numbers of gradients computed and refused, and of samples left out."""
         worker = self.worker
         return {
-            "computed": worker.computed if worker.is_first_member else 0,
+            "computed": worker.computed,
             "refused": worker.refused,
             "left_out": worker.left_out,
         }

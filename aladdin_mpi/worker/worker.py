@@ -116,9 +116,8 @@ class RandomState:
 class Worker(Stateful):
     """One worker's replica and its supply of batches and gradients.
 
-    ``index`` counts the workers from 0, ``count`` is their number and ``servers`` the number of
-    servers, which are ranks 0 to ``servers`` - 1. If a node acts as one worker, an algorithm
-    sees only its leader.
+    ``index`` counts the algorithm's workers from 0, and ``count`` is their number; an island is one
+    of them. ``servers`` is the number of servers among all ranks, which are the first ones.
 
     A gradient that is not finite is refused on the worker that computes it, transparently to
     the algorithm: non-finite values are zeroed before they are sent, and the step continues as
