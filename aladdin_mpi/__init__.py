@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from aladdin_mpi.integrations.accelerate import Accelerator
     from aladdin_mpi.launching import launch
     from aladdin_mpi.run.data_parallel import DataParallel
+    from aladdin_mpi.run.island_mesh import island_mesh
 
 __all__ = [
     "Accelerator",
@@ -37,6 +38,7 @@ __all__ = [
     "UserError",
     "WaitTimeoutError",
     "__version__",
+    "island_mesh",
     "launch",
     "load_dataset",
 ]
@@ -51,6 +53,7 @@ _MODULES = {
     "TransportError": "errors",
     "UserError": "errors",
     "WaitTimeoutError": "errors",
+    "island_mesh": "run.island_mesh",
     "launch": "launching",
     "load_dataset": "data.datasets",
 }

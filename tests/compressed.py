@@ -20,7 +20,7 @@ from aladdin_mpi.codec.quantised import make_codec
 from aladdin_mpi.control.budget import Budget, SampleLease
 from aladdin_mpi.data.builtin_sets import read_digits
 from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
-from aladdin_mpi.flat.lanes import Lane
+from aladdin_mpi.flat.lanes import PieceLane
 from aladdin_mpi.flat.layout import Layout, cut
 from aladdin_mpi.flat.replica import PhantomReplica, Replica, outline
 from aladdin_mpi.optimizers.sgd import MomentumSGD
@@ -170,7 +170,9 @@ def run_rank(job: Job, transport: Transport) -> RankResult:
     x, options, layout = replica.parameters, job.options, layout_of(job)
     algorithm = find_algorithm(job.algorithm)
     islands = Islands.of_single_ranks(layout.servers, transport.size)
-    context = Context(transport, options, algorithm, module, replica, islands, [Lane(layout, 0, 1)])
+    context = Context(
+        transport, options, algorithm, module, replica, islands, [PieceLane(layout, 0, 1)]
+    )
     sgd = momentum_sgd(options, x)
     codec = _codec(job, replica, sgd, moves_bytes=transport.needs_memory)
     schedule: Callable[[int], float] = lambda samples: job.lr  # noqa: E731

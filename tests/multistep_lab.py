@@ -14,7 +14,7 @@ from aladdin_mpi.algorithms.multistep import MultistepWorker
 from aladdin_mpi.codec.base import DenseWire
 from aladdin_mpi.control.budget import Budget, SampleLease
 from aladdin_mpi.control.tags import Tag
-from aladdin_mpi.flat.lanes import Lane
+from aladdin_mpi.flat.lanes import PieceLane
 from aladdin_mpi.flat.replica import Replica
 from aladdin_mpi.options.algorithms import find_algorithm
 from aladdin_mpi.options.cluster import Cluster
@@ -140,7 +140,7 @@ def run_rank(job: Job, transport: Transport) -> Result:
     kind = find_algorithm("multistep")
     layout = make_layout(options, kind, replica, 0, transport.size)
     islands = Islands.of_single_ranks(layout.servers, transport.size)
-    context = Context(transport, options, kind, module, replica, islands, [Lane(layout, 0, 1)])
+    context = Context(transport, options, kind, module, replica, islands, [PieceLane(layout, 0, 1)])
     leases: list[SampleLease] = []
 
     def compute(lease: SampleLease) -> float:

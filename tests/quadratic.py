@@ -18,7 +18,7 @@ from aladdin_mpi.codec.base import DenseWire, GradientCodec
 from aladdin_mpi.control.budget import Budget, SampleLease, WorkerReport
 from aladdin_mpi.exchange.server import ParameterServer
 from aladdin_mpi.exchange.server_mailbox import ReceivedBucket
-from aladdin_mpi.flat.lanes import Lane
+from aladdin_mpi.flat.lanes import PieceLane
 from aladdin_mpi.flat.layout import BYTES_PER_MB, BYTES_PER_VALUE, Layout, cut
 from aladdin_mpi.flat.replica import Replica
 from aladdin_mpi.optimizers.sgd import MomentumSGD
@@ -224,7 +224,7 @@ def _rank(setup: Setup, transport: VirtualTransport) -> WorkerResult | ServerRes
     replica = Replica(module)
     x = replica.parameters
     islands = Islands.of_single_ranks(setup.layout.servers, transport.size)
-    lanes, algorithm = [Lane(setup.layout, 0, 1)], find_algorithm("aladdin")
+    lanes, algorithm = [PieceLane(setup.layout, 0, 1)], find_algorithm("aladdin")
     context = Context(transport, setup.options, algorithm, module, replica, islands, lanes)
     sgd = momentum_sgd(setup.options, x)
     wire = DenseWire(setup.wire, x.device)

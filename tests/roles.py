@@ -20,7 +20,7 @@ from aladdin_mpi.control.exchange import barrier
 from aladdin_mpi.control.refusals import NBYTES, Refusal
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
-from aladdin_mpi.flat.lanes import Lane
+from aladdin_mpi.flat.lanes import PieceLane
 from aladdin_mpi.flat.layout import (
     BYTES_PER_MB,
     BYTES_PER_VALUE,
@@ -208,7 +208,7 @@ def run_rank(job: Job, transport: Transport) -> RankResult:
     replica = Replica(module)
     x, options = replica.parameters, job.options
     islands = Islands.of_single_ranks(job.layout.servers, transport.size)
-    lanes = [Lane(job.layout, 0, 1)]
+    lanes = [PieceLane(job.layout, 0, 1)]
     context = Context(transport, options, job.kind, module, replica, islands, lanes)
     sgd = momentum_sgd(options, x)
     wire = make_wire(context, sgd, job.samples)

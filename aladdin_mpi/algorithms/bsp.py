@@ -124,7 +124,7 @@ def _link(
 ) -> GradientLink:
     """Return the link to the servers: direct, or through the leader of the host."""
     if options.host_first:
-        groups = host_groups(worker.transport, worker.servers, options.group)
+        groups = host_groups(worker.transport.hosts, worker.servers, options.group)
         group = next(group for group in groups if worker.transport.rank in group)
         if len(group) > 1:
             kind = LeadingLink if group[0] == worker.transport.rank else FollowingLink
@@ -153,7 +153,7 @@ class BspServer(ServerAlgorithm):
         self.all_senders = set(range(self.n))
         if options.host_first:
             servers = server.layout.servers
-            groups = host_groups(server.transport, servers, options.group)
+            groups = host_groups(server.transport.hosts, servers, options.group)
             self.all_senders = {group[0] - servers for group in groups}
         self.senders = set(self.all_senders)
         largest = server.layout.largest

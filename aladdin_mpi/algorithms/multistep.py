@@ -85,7 +85,7 @@ class MultistepWorker(TrainingWorker):
         self.hooks: LayerHooks | None = None
         if isinstance(worker.model, Replica) and worker.model.module is not None:
             module = worker.model.module
-            if worker.model.others:
+            if worker.model.separate:
                 raise UserError(
                     "model: multistep requires trainable parameters of one dtype, because it "
                     "updates layers during the forward pass. Use model.to(dtype), or another "

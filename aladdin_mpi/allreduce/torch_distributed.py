@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import os
 import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -22,11 +24,6 @@ MARGIN = 30.0
 FOR_EVER = timedelta(days=365)
 MEETING = timedelta(seconds=60)
 """Longest time for ranks to connect to rank 0."""
-ELSEWHERE = "all-reduce torch: not started, because another rank cannot reach rank 0"
-REMEDY = (
-    "set MASTER_ADDR to an address of rank 0's host that all hosts reach, and GLOO_SOCKET_IFNAME "
-    "to the network interface"
-)
 
 
 def obstacle(device: torch.device) -> str | None:
@@ -79,22 +76,16 @@ class TorchAllReduce(AllReduce):
 
     def __init__(self, transport: Transport, device: torch.device, wire_dtype: torch.dtype) -> None:
         self._transport = transport
-        backend = _backend(device)
-        self._backend_name = backend
-        on_device = backend == "nccl"
-        limit = timeout_of(transport)
-        # NCCL creates its communicator for this device at once if torch accepts a device (2.3).
-        accepted = inspect.signature(torch.distributed.init_process_group).parameters
-        binds = on_device and "device_id" in accepted
-        binding: dict[str, Any] = {"device_id": device} if binds else {}
-        torch.distributed.init_process_group(
-            backend,
-            store=_meet(transport),
-            rank=transport.rank,
-            world_size=transport.size,
-            timeout=FOR_EVER if limit is None else timedelta(seconds=limit + MARGIN),
-            **binding,
-        )
+        self._backend_name = _backend(device)
+        on_device = self._backend_name == "nccl"
+
+        def everyones(fact: Any) -> list[Any]:
+            facts: list[Any] = broadcast(transport, gather(transport, fact))
+            return facts
+
+        ranks = range(transport.size)
+        meeting = Meeting(transport.rank, ranks, transport.hosts, everyones, "all-reduce torch")
+        meeting.join(device, timeout_of(transport))
         self._waits_on_device = on_device
         """Whether the GPU's stream waits for a sum, instead of the host."""
         self._buffers = Buffers(wire_dtype, device, moves_bytes=True, on_device=on_device)
@@ -126,56 +117,99 @@ class TorchAllReduce(AllReduce):
         end_group()
 
 
-def _meet(transport: Transport) -> Any:
-    """Return a store at rank 0 on a free port, whose address is broadcast over the transport.
+@dataclass(frozen=True)
+class Meeting:
+    """The ranks that form a process group of torch.distributed.
 
-    Raises:
-        UserError: a rank cannot reach the store; raised on all ranks, so that none waits for
-            another.
+    Attributes:
+        rank: this rank.
+        members: the ranks of the group, including this one.
+        hosts: for every rank of the job the number of its host.
+        everyones: returns the facts of all ranks of the job, which call it together.
+        purpose: begins error messages.
     """
-    store, endpoint, problem = None, "", ""
-    if transport.rank == 0:
+
+    rank: int
+    members: Sequence[int]
+    hosts: Sequence[int]
+    everyones: Callable[[Any], list[Any]]
+    purpose: str
+
+    def join(self, device: torch.device, limit: float | None) -> None:
+        """Make the group torch's default one; every rank of the job calls it.
+
+        Args:
+            device: of this rank's tensors.
+            limit: longest wait for another rank in seconds; None: no limit.
+
+        Raises:
+            UserError: a rank cannot reach the first one of its group; raised on all ranks.
+        """
+        # NCCL creates its communicator for this device at once if torch accepts a device (2.3).
+        backend = _backend(device)
+        accepted = inspect.signature(torch.distributed.init_process_group).parameters
+        binds = backend == "nccl" and "device_id" in accepted
+        binding: dict[str, Any] = {"device_id": device} if binds else {}
+        torch.distributed.init_process_group(
+            backend,
+            store=self._store(),
+            rank=self.members.index(self.rank),
+            world_size=len(self.members),
+            timeout=FOR_EVER if limit is None else timedelta(seconds=limit + MARGIN),
+            **binding,
+        )
+
+    def _store(self) -> Any:
+        """Return a store at the first member on a free port, whose address all are told."""
+        first, store, endpoint, problem = self.members[0], None, "", ""
+        if self.rank == first:
+            try:
+                address = self._own_address()
+                store = self._connect(address, 0, wait_for_workers=False)
+                endpoint = f"{address} {store.port}"
+            except (UserError, RuntimeError) as error:
+                problem = str(error)
+        endpoint = self.everyones(endpoint)[first]
+        if endpoint and store is None:
+            address, port = endpoint.split()
+            try:
+                store = self._connect(address, int(port))
+            except RuntimeError as error:
+                problem = (
+                    f"{self.purpose}: rank {self.rank} cannot reach rank {first} at {address}, "
+                    f"port {port} ({error}); {self._remedy}"
+                )
+        if any(self.everyones(store is None)):
+            elsewhere = "not started, because another rank cannot reach the first of its group"
+            raise UserError(problem or f"{self.purpose}: {elsewhere}")
+        return store
+
+    @property
+    def _remedy(self) -> str:
+        return (
+            f"set MASTER_ADDR to an address of rank {self.members[0]}'s host that all hosts reach, "
+            "and GLOO_SOCKET_IFNAME to the network interface"
+        )
+
+    def _connect(self, address: str, port: int, wait_for_workers: bool = True) -> Any:
+        return torch.distributed.TCPStore(  # type: ignore[attr-defined]  # a compiled one, without type hints
+            address,
+            port,
+            len(self.members),
+            is_master=self.rank == self.members[0],
+            timeout=MEETING,
+            wait_for_workers=wait_for_workers,
+        )
+
+    def _own_address(self) -> str:
+        if len({self.hosts[rank] for rank in self.members}) == 1:
+            return "127.0.0.1"
+        address = os.environ.get("MASTER_ADDR") or socket.getfqdn()
         try:
-            address = _own_address(transport)
-            store = _store(address, 0, transport, wait_for_workers=False)
-            endpoint = f"{address} {store.port}"
-        except (UserError, RuntimeError) as error:
-            problem = str(error)
-    endpoint = broadcast(transport, endpoint)
-    if endpoint and store is None:
-        address, port = endpoint.split()
-        try:
-            store = _store(address, int(port), transport)
-        except RuntimeError as error:
-            problem = (
-                f"all-reduce torch: rank {transport.rank} cannot reach rank 0 at {address}, port "
-                f"{port} ({error}); {REMEDY}"
-            )
-    if broadcast(transport, any(gather(transport, store is None))):
-        raise UserError(problem or ELSEWHERE)
-    return store
-
-
-def _store(address: str, port: int, transport: Transport, wait_for_workers: bool = True) -> Any:
-    return torch.distributed.TCPStore(  # type: ignore[attr-defined]  # a compiled one, without type hints
-        address,
-        port,
-        transport.size,
-        is_master=transport.rank == 0,
-        timeout=MEETING,
-        wait_for_workers=wait_for_workers,
-    )
-
-
-def _own_address(transport: Transport) -> str:
-    if len(set(transport.hosts)) == 1:
-        return "127.0.0.1"
-    address = os.environ.get("MASTER_ADDR") or socket.getfqdn()
-    try:
-        socket.getaddrinfo(address, None)
-    except OSError as error:  # torch would retry for minutes, without a useful message
-        raise UserError(
-            f"all-reduce torch: the name of rank 0's host, {address}, has no address ({error}); "
-            f"{REMEDY}"
-        ) from error
-    return address
+            socket.getaddrinfo(address, None)
+        except OSError as error:  # torch would retry for minutes, without a useful message
+            raise UserError(
+                f"{self.purpose}: the name of rank {self.members[0]}'s host, {address}, has no "
+                f"address ({error}); {self._remedy}"
+            ) from error
+        return address

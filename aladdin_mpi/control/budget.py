@@ -66,6 +66,7 @@ class SampleLease(NamedTuple):
     Without rounds a lease is a round by itself. ``whole`` is 0 after the last sample; only
     ``size`` is 0 for a worker without samples in a small last round. ``absent`` are the ranks of
     failed workers that take no part in the round. ``scale`` is that of losses in half precision.
+    All sizes are multiples of ``unit``.
     """
 
     start: int
@@ -73,10 +74,11 @@ class SampleLease(NamedTuple):
     whole: int
     absent: tuple[int, ...] = ()
     scale: float = 1.0
+    unit: int = 1
 
     def size_of(self, worker: int, workers: int) -> int:
         """Return a worker's number of the round's samples, divided like those of an epoch."""
-        return len(range(worker, self.whole, workers))
+        return self.unit * len(range(worker, self.whole // self.unit, workers))
 
 
 class WorkerReport(NamedTuple):
@@ -122,6 +124,8 @@ class Budget:
         on_report: called with (rank, report) for every request.
         lockstep: the ranks that advance in rounds, each round divided evenly among all of them,
             so that all take the same number of steps; empty: each draws separately.
+        unit: leases have multiples of this number of samples; a smaller rest of a segment is
+            passed over.
 
     Attributes:
         drawn: samples granted or passed over.
@@ -137,9 +141,11 @@ class Budget:
         total: int,
         on_report: Callable[[int, WorkerReport], None],
         lockstep: Sequence[int] = (),
+        unit: int = 1,
     ) -> None:
         self._transport = transport
         self._on_report = on_report
+        self._unit = unit
         self.total = total
         self.drawn = 0
         self.passed_over = 0
@@ -188,14 +194,19 @@ class Budget:
         lease = self._part_of_round(rank, want) if self._lockstep else self._take(want)
         if lease.size:
             self._granted[rank].append(lease.size)
-        numbers = (*lease[:3], log2(lease.scale), *lease.absent)
+        numbers = (lease.start, lease.size, lease.whole, log2(lease.scale), *lease.absent)
         self._transport.isend(numbers, rank, Tag.GRANT)
 
     def _take(self, want: int) -> SampleLease:
-        count = min(want, max(self.limit - self.drawn, 0))
+        rest = max(self.limit - self.drawn, 0)
+        if rest < self._unit:
+            self.drawn += rest
+            self.passed_over += rest
+            rest = 0
+        count = min(want, rest - rest % self._unit)
         self.drawn += count
         scale = 2.0**self.loss_scale.exponent
-        return SampleLease(self.drawn - count, count, count, scale=scale)
+        return SampleLease(self.drawn - count, count, count, scale=scale, unit=self._unit)
 
     def _part_of_round(self, rank: int, want: int) -> SampleLease:
         """Return a worker's part of its next round, which the first request determines."""
@@ -279,10 +290,11 @@ class Budget:
 
 
 class SampleClient:
-    """A worker's side of the budget."""
+    """A worker's side of the budget, whose leases have multiples of ``unit`` samples."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, unit: int = 1) -> None:
         self._transport = transport
+        self._unit = unit
         self._grants: deque[Request] = deque()
         self._free: list[Tensor] = []  # buffers of grants, whose length depends on the ranks
         self._ahead = 1
@@ -345,6 +357,5 @@ class SampleClient:
         start, size, whole, exponent, *absent = numbers_of(receive)
         assert receive.buffer is not None
         self._free.append(receive.buffer)
-        return SampleLease(
-            int(start), int(size), int(whole), tuple(map(int, absent)), 2.0**exponent
-        )
+        ranks = tuple(map(int, absent))
+        return SampleLease(int(start), int(size), int(whole), ranks, 2.0**exponent, self._unit)

@@ -59,7 +59,7 @@ def _broadcast(transport: Transport, fact: Any) -> Any:
 
 def broadcast_tensor(transport: Transport, values: Tensor, root: int) -> None:
     """Copy the CPU tensor ``values`` of rank ``root`` to every surviving rank."""
-    if not transport.survives:
+    if transport.has_collectives and not transport.survives:
         transport.wait(transport.ibroadcast(values, root))
         return
     if root:
@@ -71,7 +71,7 @@ def broadcast_tensor(transport: Transport, values: Tensor, root: int) -> None:
 
 def allreduce_tensor(transport: Transport, values: Tensor) -> None:
     """Replace ``values`` by their sum over all surviving ranks."""
-    if not transport.survives:
+    if transport.has_collectives and not transport.survives:
         transport.wait(transport.iallreduce(values))
         return
     if transport.rank:

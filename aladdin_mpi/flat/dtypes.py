@@ -1,4 +1,4 @@
-"""Parameters whose dtype differs from the flat vector's."""
+"""Parameters whose memory is not the flat vector's: those of another dtype, and shards."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.flat.shards import local
 
 _watched: Counter[int] = Counter()
 """Number of watchers of each parameter, by its id; a watcher holds the parameter."""
@@ -83,16 +84,17 @@ def common_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
     return widest
 
 
-class OtherDtypes(dict[nn.Parameter, Tensor]):
-    """Map from each parameter of another dtype to its part of the flat vector, in its shape.
+class SeparateParameters(dict[nn.Parameter, Tensor]):
+    """Map from each parameter with memory of its own to its part of the flat vector, in its shape.
 
-    Autograd requires a gradient in the dtype of its parameter. These gradients stay in ``.grad``
-    and are converted into the flat vector; the optimizer steps on the flat vector, and the
-    parameters are rounded from it before each step.
+    Autograd requires a gradient in the dtype of its parameter, and FSDP has its own memory for
+    shards. These gradients stay in ``.grad`` and are copied into the flat vector; the optimizer
+    steps on the flat vector, and the parameters are copied from it before each step.
     """
 
     def refresh(self) -> None:
-        """Round the parameters from the flat vector."""
+        """Copy the parameters from the flat vector."""
         if self:
             # As .data, so that versions distinguish these writes from the training loop's.
-            torch._foreach_copy_(list(map(raw_data, self)), list(self.values()))
+            held = [raw_data(local(parameter)) for parameter in self]
+            torch._foreach_copy_(held, list(self.values()))

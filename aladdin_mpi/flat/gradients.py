@@ -14,8 +14,9 @@ from torch.utils.hooks import RemovableHandle
 
 from aladdin_mpi.accelerator import is_accelerator
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.flat.dtypes import OtherDtypes
+from aladdin_mpi.flat.dtypes import SeparateParameters
 from aladdin_mpi.flat.layout import Bucket, Layout
+from aladdin_mpi.flat.shards import local
 
 _REDUCE = "__reduce_ex__"
 
@@ -131,14 +132,14 @@ class BoundGradients:
 
     Args:
         parameters: in flat order.
-        others: parameters of another dtype than the flat vector.
+        separate: parameters with memory of their own.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], others: OtherDtypes) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], separate: SeparateParameters) -> None:
         self._parameters = parameters
         self.numbers = {parameter: number for number, parameter in enumerate(parameters)}
         """Numbers of the parameters, in flat order."""
-        self._others = others
+        self._separate = separate
         self._views_of: dict[int, list[Tensor]] = {}
         self._views: list[Tensor] = []
         self.missing: set[int] = set()
@@ -183,7 +184,7 @@ class BoundGradients:
             self.unused.add(number)
         else:
             self.unused.discard(number)
-        if self._others and parameter in self._others:
+        if self._separate and parameter in self._separate:
             self.missing.discard(number)
             _convert(gradient, view)
             self._note_version(number, gradient)
@@ -207,7 +208,7 @@ class BoundGradients:
         numbers = [number for number in of if number in self.missing]
         gradients = [self._parameters[number].grad for number in numbers]
         dense = [g for g in gradients if g is not None and not g.is_sparse]
-        if self._others or len(dense) < len(numbers):
+        if self._separate or len(dense) < len(numbers):
             for number in numbers:
                 self.take(number)
         elif numbers:
@@ -263,7 +264,7 @@ class BoundGradients:
         for number in self.missing.copy():
             self.take(number)
         for number, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
-            if self._others and parameter in self._others:
+            if self._separate and parameter in self._separate:
                 # Its gradient was converted on arrival, if changes are watched.
                 if self._versions is None:
                     _convert(parameter.grad, view)
@@ -280,7 +281,7 @@ def _convert(gradient: Tensor | None, into: Tensor) -> None:
     if gradient is None:
         into.zero_()
     else:
-        into.copy_((gradient.to_dense() if gradient.is_sparse else gradient).detach())
+        into.copy_(local((gradient.to_dense() if gradient.is_sparse else gradient).detach()))
 
 
 def _is_same(gradient: Tensor | None, view: Tensor) -> bool:
@@ -294,7 +295,7 @@ def _is_same(gradient: Tensor | None, view: Tensor) -> bool:
 
 def _version(gradient: Tensor | None) -> int:
     """Return a number that changes whenever the gradient is written, created or removed."""
-    return -1 if gradient is None else gradient._version
+    return -1 if gradient is None else local(gradient)._version
 
 
 def _changed() -> UserError:
@@ -344,17 +345,18 @@ class BucketWatch:
         self.enabled = False
         start = 0
         for parameter in parameters:
-            self._add(parameter, layout, start)
-            start += parameter.numel()
+            stop = start + local(parameter).numel()
+            self._add(parameter, layout, start, stop)
+            start = stop
 
-    def _add(self, parameter: nn.Parameter, layout: Layout, start: int) -> None:
-        """Watch the parameter that starts at ``start``."""
-        number, stop = self._gradients.numbers[parameter], start + parameter.numel()
+    def _add(self, parameter: nn.Parameter, layout: Layout, start: int, stop: int) -> None:
+        """Watch the parameter whose values have the places from ``start`` to ``stop``."""
+        number = self._gradients.numbers[parameter]
         touched = [b.index for b in layout.buckets if b.start < stop and start < b.stop]
         for index in touched:
             self._needed[index] += 1
         self._touched.append(touched)
-        waits = bool(touched) and (parameter.numel() < LARGE or is_accelerator(parameter.device))
+        waits = bool(touched) and (stop - start < LARGE or is_accelerator(parameter.device))
         if waits:
             self._waiting[touched[0]].append(number)
 

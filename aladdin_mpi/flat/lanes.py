@@ -1,15 +1,17 @@
-"""Lanes: equal parts of a model, each trained by its own ranks.
+"""Lanes: parts of a model, each trained by its own ranks.
 
-Of every bucket of the whole model's layout, each lane has one of equally many pieces, so that all
-lanes have complete buckets equally early in backward. The pieces of a lane, one after another,
-form its flat vector, which an algorithm trains as if it were a model. A parameter's values in a
-lane are adjacent in that vector, as both have the same order.
+A lane's flat vector consists of ranges of the whole model's, in the same order. An algorithm trains
+it as if it were a model. A parameter's values in a lane are adjacent in that vector.
+
+If every rank has the whole model, each lane has one of equally many pieces of every bucket, so that
+all lanes have complete buckets equally early in backward. If the ranks of an island have a part of
+each parameter, these parts form the lanes (:mod:`aladdin_mpi.flat.shards`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 import torch
@@ -24,46 +26,23 @@ from aladdin_mpi.flat.vectors import copy, sizes
 class Lane:
     """One of ``count`` lanes of a model.
 
-    Attributes:
-        whole: layout of the whole model.
-        layout: of the lane's vector. Its buckets have the numbers of the whole model's.
-        pieces: the same buckets as parts of the whole vector.
+    Args:
+        number: of the lane, from 0.
+        ranges: parts of the whole vector that form the lane's, in order and disjoint.
+        layout: of the lane's vector.
     """
 
-    def __init__(self, whole: Layout, number: int, count: int) -> None:
-        self.whole = whole
+    def __init__(self, number: int, count: int, ranges: Sequence[slice], layout: Layout) -> None:
         self.number, self.count = number, count
-        if count == 1:
-            self.pieces = self.layout = whole
-            return
-        edges = [
-            (
-                bucket.start + bucket.numel * number // count,
-                bucket.start + bucket.numel * (number + 1) // count,
-            )
-            for bucket in whole.buckets
-        ]
-        stops = [*accumulate(stop - start for start, stop in edges)]
-        owned = [(bucket.index, bucket.server) for bucket in whole.buckets]
-        self.pieces = Layout(
-            whole.numel,
-            whole.servers,
-            tuple(Bucket(i, *edge, s) for (i, s), edge in zip(owned, edges, strict=True)),
-        )
-        self.layout = Layout(
-            stops[-1],
-            whole.servers,
-            tuple(
-                Bucket(i, stop - (edge[1] - edge[0]), stop, s)
-                for (i, s), edge, stop in zip(owned, edges, stops, strict=True)
-            ),
-        )
-        self._starts = [start for start, _ in edges]
+        self.layout = layout
+        self._ranges = [each for each in ranges if each.start < each.stop]
+        self._starts = [each.start for each in self._ranges]
+        lengths = (each.stop - each.start for each in self._ranges)
+        self._places = [*accumulate(lengths, initial=0)]
+        """Starts of the ranges in the lane's vector, and its length."""
 
     def narrow(self, part: slice) -> slice:
         """Return the lane's share of a part of the whole vector, as a part of the lane's vector."""
-        if self.count == 1:
-            return part
         return slice(self._place(part.start), self._place(part.stop))
 
     def _place(self, position: int) -> int:
@@ -71,27 +50,36 @@ class Lane:
         index = bisect_right(self._starts, position) - 1
         if index < 0:
             return 0
-        piece, bucket = self.pieces.buckets[index], self.layout.buckets[index]
-        return bucket.start + min(position - piece.start, piece.numel)
+        return min(self._places[index] + position - self._starts[index], self._places[index + 1])
 
     def sizes(self, whole: Sequence[int]) -> list[int]:
         """Return the number of values of each parameter, given those in the whole vector."""
-        if self.count == 1:
-            return list(whole)
         places = [self._place(edge) for edge in accumulate(whole, initial=0)]
         return [stop - start for start, stop in pairwise(places)]
 
     def widen(self, part: slice) -> list[slice]:
         """Return the parts of the whole vector that form a part of the lane's vector."""
-        if self.count == 1:
-            return [part]
         found = []
-        for piece, bucket in zip(self.pieces.buckets, self.layout.buckets, strict=True):
-            start, stop = max(part.start, bucket.start), min(part.stop, bucket.stop)
+        for each, (first, last) in zip(self._ranges, pairwise(self._places), strict=True):
+            start, stop = max(part.start, first), min(part.stop, last)
             if start < stop:
-                shift = piece.start - bucket.start
-                found.append(slice(start + shift, stop + shift))
+                found.append(slice(each.start + start - first, each.start + stop - first))
         return found
+
+
+class PieceLane(Lane):
+    """A lane of a model that every rank has as a whole: a piece of each bucket.
+
+    Attributes:
+        whole: layout of the whole model.
+        pieces: the lane's buckets, as parts of the whole vector; their numbers are the whole's.
+    """
+
+    def __init__(self, whole: Layout, number: int, count: int) -> None:
+        self.whole = whole
+        self.pieces = whole if count == 1 else _pieces(whole, number, count)
+        layout = whole if count == 1 else _adjoined(self.pieces)
+        super().__init__(number, count, [piece.part for piece in self.pieces.buckets], layout)
 
     def gather(self, whole: Tensor, out: Tensor) -> None:
         """Copy the lane's values from the whole vector to the lane's vector ``out``."""
@@ -104,8 +92,32 @@ class Lane:
             copy(piece.of(whole), bucket.of(values))
 
 
-def make_lanes(whole: Layout, count: int) -> list[Lane]:
-    """Return all lanes of a model.
+def _pieces(whole: Layout, number: int, count: int) -> Layout:
+    """Return one of ``count`` equal pieces of each bucket."""
+    pieces = (
+        Bucket(
+            bucket.index,
+            bucket.start + bucket.numel * number // count,
+            bucket.start + bucket.numel * (number + 1) // count,
+            bucket.server,
+        )
+        for bucket in whole.buckets
+    )
+    return Layout(whole.numel, whole.servers, tuple(pieces))
+
+
+def _adjoined(pieces: Layout) -> Layout:
+    """Return the layout of a vector of these pieces, one after another."""
+    stops = [*accumulate(piece.numel for piece in pieces.buckets)]
+    buckets = (
+        Bucket(piece.index, stop - piece.numel, stop, piece.server)
+        for piece, stop in zip(pieces.buckets, stops, strict=True)
+    )
+    return Layout(stops[-1], pieces.servers, tuple(buckets))
+
+
+def make_lanes(whole: Layout, count: int) -> list[PieceLane]:
+    """Return all lanes of a model that every rank has as a whole.
 
     Raises:
         UserError: a bucket has fewer values than there are lanes.
@@ -117,7 +129,29 @@ def make_lanes(whole: Layout, count: int) -> list[Lane]:
             f"the smallest with {smallest}, too few for {count} parts. Use smaller islands, or "
             "larger buckets (--bucket-mb)."
         )
-    return [Lane(whole, number, count) for number in range(count)]
+    return [PieceLane(whole, number, count) for number in range(count)]
+
+
+def make_sharded_lanes(held: Sequence[Sequence[slice]], cut: Callable[[int], Layout]) -> list[Lane]:
+    """Return all lanes of a model of which each rank has a part.
+
+    Args:
+        held: for each lane, the parts of the whole vector that it has.
+        cut: returns the layout of a vector of this length.
+
+    Raises:
+        UserError: a lane has no values.
+    """
+    lanes = []
+    for number, ranges in enumerate(held):
+        numel = sum(each.stop - each.start for each in ranges)
+        if not numel:
+            raise UserError(
+                f"island: rank {number} of an island has no part of the model, whose parameters "
+                f"have fewer rows than the island's {len(held)} ranks; use smaller islands"
+            )
+        lanes.append(Lane(number, len(held), ranges, cut(numel)))
+    return lanes
 
 
 class LaneReplica(FlatModel):
@@ -130,7 +164,7 @@ class LaneReplica(FlatModel):
         lane: the lane; None: no values.
     """
 
-    def __init__(self, whole: Replica | PhantomReplica, lane: Lane | None) -> None:
+    def __init__(self, whole: Replica | PhantomReplica, lane: PieceLane | None) -> None:
         self.whole = whole
         self._lane = lane
         rows = () if lane is None else lane.sizes(whole.sizes)
@@ -139,11 +173,15 @@ class LaneReplica(FlatModel):
             parameters = sizes(sum(rows), like.dtype)
         else:
             parameters = torch.empty(sum(rows), dtype=like.dtype, device=like.device)
-        outline = Outline(tuple((row,) for row in rows), tuple(rows))
-        super().__init__(outline, parameters, whole.outside)
+        super().__init__(rows_of(rows), parameters, whole.outside)
         self.refresh()
 
     def refresh(self) -> None:
         """Copy the values from the whole model."""
         if self._lane is not None:
             self._lane.gather(self.whole.parameters, self.parameters)
+
+
+def rows_of(sizes: Sequence[int]) -> Outline:
+    """Return the outline of a model whose parameters are rows of these numbers of values."""
+    return Outline(tuple((size,) for size in sizes), tuple(sizes))

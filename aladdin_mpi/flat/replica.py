@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from aladdin_mpi.accelerator import is_accelerator
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.flat.dtypes import OtherDtypes, common_dtype, raw_data
+from aladdin_mpi.flat.dtypes import SeparateParameters, common_dtype, raw_data
 from aladdin_mpi.flat.gradients import BoundGradients, BucketWatch
 from aladdin_mpi.flat.layout import Bucket, Layout
 from aladdin_mpi.flat.parts import WHOLE, Outside
+from aladdin_mpi.flat.shards import is_sharded, local, reshard
 from aladdin_mpi.flat.vectors import sizes as sizes_alone
 
 
@@ -154,8 +155,8 @@ class FlatModel:
 
     def __init__(self, outline: Outline, parameters: Tensor, outside: Outside) -> None:
         self.parameters = parameters
-        self.numel = parameters.numel()
         self.shapes, self.sizes = outline.shapes, outline.sizes
+        self.numel = sum(self.sizes)
         self.layers, self.dense = outline.layers, outline.dense
         self.describe = outline.describe
         self.outside = outside
@@ -174,6 +175,9 @@ class Replica(FlatModel):
     differ, the vector has the widest, and parameters of the others are copies. The module
     must be on its device already; its parameters' storage is replaced.
 
+    If the parameters are divided among the ranks of an island, ``parameters`` has this rank's
+    parts, and everything else describes the whole model.
+
     Raises:
         UserError: no trainable parameter, several devices, or complex numbers.
     """
@@ -181,8 +185,13 @@ class Replica(FlatModel):
     def __init__(self, module: nn.Module, outside: Outside = WHOLE) -> None:
         self.module: nn.Module | None = module
         self._parameters = [p for p in module.parameters() if p.requires_grad][::-1]
+        self.is_sharded = is_sharded(module)
+        if self.is_sharded:
+            reshard(module)
+        self._local = list(map(local, self._parameters))
+        """The parts of the parameters that this rank has."""
         device, dtype = self._device(), common_dtype(self._parameters)
-        numel = sum(p.numel() for p in self._parameters)
+        numel = sum(part.numel() for part in self._local)
         if not numel:
             raise UserError(
                 "model: expected trainable parameters with values, got none with any; pass a "
@@ -190,18 +199,19 @@ class Replica(FlatModel):
             )
         vector = torch.empty(numel, dtype=dtype, device=device)
         super().__init__(outline(module), vector, outside)
-        self.others = OtherDtypes()
-        self.gradients = BoundGradients(self._parameters, self.others)
+        self.separate = SeparateParameters()
+        self.gradients = BoundGradients(self._parameters, self.separate)
         self._buffers: list[Tensor] | None = None
         self._kept: deque[list[Tensor]] = deque()
-        self._attached: list[Tensor] | None = None
+        self._attached: dict[nn.Parameter, Tensor] | None = None
         """The parameters' memory while the module has copies of them."""
-        for parameter, view in zip(self._parameters, self._cut(self.parameters), strict=True):
-            view.copy_(parameter.detach())
-            if parameter.dtype == dtype:
+        for number, view in enumerate(self._cut(self.parameters)):
+            parameter, part = self._parameters[number], self._local[number]
+            view.copy_(part.detach())
+            if parameter is part and parameter.dtype == dtype:
                 parameter.data = view
             else:
-                self.others[parameter] = view
+                self.separate[parameter] = view
 
     def _device(self) -> torch.device:
         if not self._parameters:
@@ -220,13 +230,20 @@ class Replica(FlatModel):
     def set(self, vector: Tensor) -> None:
         """Set the model from another flat vector, on any device."""
         self.parameters.copy_(vector)
-        self.others.refresh()
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Copy the parameters with memory of their own from the vector."""
+        if self.is_sharded:  # a pass without backward has left gathered parameters
+            assert self.module is not None
+            reshard(self.module)
+        self.separate.refresh()
 
     def _cut(self, vector: Tensor) -> Iterator[Tensor]:
-        """Yield views of ``vector`` with the parameters' shapes and strides."""
-        pieces = vector.split([parameter.numel() for parameter in self._parameters])
-        for parameter, piece in zip(self._parameters, pieces, strict=True):
-            yield piece.as_strided(parameter.shape, parameter.stride(), piece.storage_offset())
+        """Yield views of ``vector`` with the shapes and strides of the parameters' parts."""
+        pieces = vector.split([part.numel() for part in self._local])
+        for part, piece in zip(self._local, pieces, strict=True):
+            yield piece.as_strided(part.shape, part.stride(), piece.storage_offset())
 
     def keep_buffers(self) -> None:
         """Save the module's floating-point buffers, such as batch norm's statistics."""
@@ -252,9 +269,9 @@ class Replica(FlatModel):
         torch._foreach_copy_(self._buffers, self._kept[-1 - steps])
 
     def bind_gradients(self, vector: Tensor) -> None:
-        """Direct the next gradient into ``vector`` and refresh parameters of other dtypes."""
-        if self.others:
-            self.others.refresh()
+        """Direct the next gradient into ``vector`` and refresh parameters with own memory."""
+        if self.separate:
+            self._refresh()
         self.gradients.bind(vector, self._cut)
 
     def end_backward(self, is_skipped: bool = False) -> None:
@@ -274,8 +291,8 @@ class Replica(FlatModel):
         loop may change. The flat vector, which may be stepped or sent at any time, is unaffected.
         """
         if self._attached is None:
-            self._attached = [raw_data(parameter) for parameter in self._parameters]
-            for parameter, values in zip(self._parameters, self._attached, strict=True):
+            self._attached = {p: raw_data(p) for p in self._parameters if p not in self.separate}
+            for parameter, values in self._attached.items():
                 parameter.data = values.clone()
         kept, self.gradients.are_local = self.gradients.set_aside(), True
         try:
@@ -287,9 +304,10 @@ class Replica(FlatModel):
     def attach(self) -> None:
         """Drop the copies of parameters that :meth:`local` has made, if any."""
         if self._attached is not None:
-            for parameter, values in zip(self._parameters, self._attached, strict=True):
+            for parameter, values in self._attached.items():
                 parameter.data = values
             self._attached = None
+            self._refresh()
 
     def watch(self, layout: Layout, at_once: bool = True) -> BucketWatch:
         """Return a watch that reports buckets during backward, in order, as they are completed.
@@ -316,7 +334,7 @@ class Replica(FlatModel):
     def buffers(self) -> list[Tensor]:
         """Return the state outside the flat vector: frozen parameters and the module's buffers."""
         assert self.module is not None
-        frozen = [p.detach() for p in self.module.parameters() if not p.requires_grad]
+        frozen = [local(p.detach()) for p in self.module.parameters() if not p.requires_grad]
         return frozen + list(self.module.buffers())
 
 

@@ -212,8 +212,12 @@ class Evaluations(RunHook):
             self._next = max(self._next, self._due_after(drawn))
         self._measuring = None
         if self._evaluate is not None:  # not earlier, as this copies the model
-            module = copy.deepcopy(self._context.module).cpu()
-            self._copy = module, Replica(module)
+            self.copy_module()
+
+    def copy_module(self) -> None:
+        """Make the copy of the model that rank 0 measures."""
+        module = copy.deepcopy(self._context.module).cpu()
+        self._copy = module, Replica(module)
 
     def _due_after(self, drawn: int) -> int:
         return (drawn // self._every + 1) * self._every
@@ -345,7 +349,7 @@ class Evaluations(RunHook):
     def measure(self, run: Coordinator, model: Tensor | None) -> Figures:
         """Return the trained model's figures at rank 0, and update the module's buffers."""
         module, figures = self._context.module, self._final_figures
-        if self._copy is None or model is None:
+        if model is None or (self._copy is None and figures is None):
             if self._recalibrator is not None:
                 self._recalibrator.reestimate(module)
             return {}
@@ -353,6 +357,7 @@ class Evaluations(RunHook):
         with self._transport.atomic():
             self._variance.give_up()  # do not wait for workers' answers any more
         if figures is None:
+            assert self._copy is not None
             figures = self._measure(model)
             copy_buffers(self._copy[0], module)
         drawn = run.budget.drawn

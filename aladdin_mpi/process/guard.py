@@ -256,6 +256,11 @@ def end_job(error: BaseException) -> None:
         )
     else:
         _await_turn(rank, size)
+        if excuse is not str:  # FSDP may have noticed the failure of an island's member first
+            time.sleep(YIELD_SECONDS)
+        if reason := excuse():
+            console.say(f"aladdin_mpi: {reason}")
+            leave(0)
         lines = "".join(traceback.format_exception(error)).splitlines(keepends=True)
         mark = f"[rank {rank}] " if size > 1 else ""
         console.say("".join(mark + line for line in lines))

@@ -80,6 +80,8 @@ def as_arguments(text: str) -> str:
 
 PARALLEL_ONLY = ("servers", "wire", "checksum", "compression", "dgc", "powersgd")
 """Settings that have no meaning for a single process."""
+GROUPING = ("island", "node_sums", "node_size")
+"""Settings that group workers; with any algorithm, one process is a group by itself."""
 
 
 def check_given(module: object, evaluate: object, settings: dict[str, Any]) -> None:
@@ -170,6 +172,7 @@ def for_one_process(settings: dict[str, Any]) -> dict[str, Any]:
     """
     name = settings.get("algorithm", RunOptions.model_fields["algorithm"].default)
     algorithm = find_algorithm(name)
+    settings = {name: value for name, value in settings.items() if name not in GROUPING}
     if not algorithm.has_servers and algorithm.least_workers == 1:
         return settings
     if not settings.get("quiet", False):

@@ -21,6 +21,7 @@ from aladdin_mpi.exchange.server_replica import ServerReplica, StoredReplicas
 from aladdin_mpi.flat.replica import Projection
 from aladdin_mpi.hooks.checkpoints import Checkpoints, CheckpointStore
 from aladdin_mpi.hooks.evaluation import Evaluations
+from aladdin_mpi.hooks.island_evaluation import IslandEvaluations
 from aladdin_mpi.hooks.measurement import Evaluate
 from aladdin_mpi.hooks.recorder import Metrics
 from aladdin_mpi.hooks.skip_reports import SkipReports
@@ -167,7 +168,9 @@ def _assemble_in(
         if metrics is not None:
             log = TrainingLog(metrics, plan, options.progress, options.quiet, takeover is not None)
         user_metrics, standby = UserMetrics(transport), Standby(transport)
-        evaluations = Evaluations(context, plan, role, metrics, task.evaluate, skips.pass_on)
+        evaluations = all_or_none(
+            transport, lambda: _evaluations(context, plan, role, metrics, task, skips)
+        )
         checkpoints = Checkpoints(
             context, plan, _described(task), plan.epoch if task.is_sized else None, folder.path
         )
@@ -199,6 +202,19 @@ def _on_error(undo: Callable[[], None]) -> Iterator[None]:
     except BaseException:
         undo()
         raise
+
+
+def _evaluations(
+    context: Context,
+    plan: Plan,
+    role: Role,
+    metrics: Metrics | None,
+    task: UserTask,
+    skips: SkipReports,
+) -> Evaluations:
+    if context.is_sharded:
+        return IslandEvaluations(context, plan, role, metrics, task.evaluate)
+    return Evaluations(context, plan, role, metrics, task.evaluate, skips.pass_on)
 
 
 def _replicas(context: Context, role: Role) -> StoredReplicas | None:

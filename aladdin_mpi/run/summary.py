@@ -22,7 +22,7 @@ from aladdin_mpi.process import console, files
 from aladdin_mpi.process.files import shown, write_whole, written_whole
 from aladdin_mpi.run.report import CURVES, draw_curves, table
 from aladdin_mpi.run.run_folder import MODEL
-from aladdin_mpi.session.context import Context
+from aladdin_mpi.session.context import Context, joined_parameters
 from aladdin_mpi.session.coordinator import Coordinator
 from aladdin_mpi.worker.role import Role, TrainingWorker
 
@@ -61,6 +61,7 @@ def summarise(
         mine |= {"given": role.server.given, "from_former": role.server.from_former}
     totals = [total or {} for total in gather(context.transport, mine)]
     means = user_metrics.means
+    joined = joined_parameters(context) if model is not None else {}
     if coordinator is None or log is None:
         return {}
     servers = context.servers
@@ -86,7 +87,8 @@ def summarise(
         paths = skips.paths
         summary |= {"images_skipped": len(paths), "skipped": paths}
     if model is not None:
-        state = {name: each.cpu() for name, each in context.module.state_dict().items()}
+        parts = context.module.state_dict()
+        state = {n: joined[n] if n in joined else part.cpu() for n, part in parts.items()}
         with written_whole(folder / MODEL) as temporary, temporary.open("wb") as file:
             torch.save(state, file)
     log.metrics.close()

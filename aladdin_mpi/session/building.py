@@ -15,10 +15,11 @@ from aladdin_mpi.algorithms.registry import implementation
 from aladdin_mpi.codec.base import GradientCodec
 from aladdin_mpi.codec.dgc import DeepGradientCompression
 from aladdin_mpi.codec.quantised import make_codec
-from aladdin_mpi.control.budget import SampleLease
+from aladdin_mpi.control.budget import SampleClient, SampleLease
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.exchange.server import ParameterServer
 from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
+from aladdin_mpi.flat.lanes import PieceLane
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.from_torch import TorchOptimizer
 from aladdin_mpi.optimizers.sgd import MomentumSGD, scale_of
@@ -28,7 +29,7 @@ from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.session.context import Context
 from aladdin_mpi.session.user_optimizer import UserOptimizer, check_length
 from aladdin_mpi.worker.gradient_pass import Clipping
-from aladdin_mpi.worker.island import Island, IslandSampleClient
+from aladdin_mpi.worker.island import Island, IslandSampleClient, ReplicatedIsland
 from aladdin_mpi.worker.role import ComputingMember, TrainingWorker
 from aladdin_mpi.worker.step import Compute, StepTimeModel
 from aladdin_mpi.worker.worker import Worker
@@ -167,6 +168,17 @@ class Computing:
     on_empty: Callable[[SampleLease], None] = lambda lease: None
 
 
+def make_island(context: Context, marks: bool) -> Island | None:
+    """Return this rank's island; None if it is a worker by itself. See :class:`.Island`."""
+    transport, ranks, whole = context.transport, context.island, context.whole
+    if len(ranks) == 1:
+        return None
+    lanes = [lane for lane in context.lanes if isinstance(lane, PieceLane)]
+    if not lanes:
+        return Island(transport, ranks, len(ranks), whole, context.layout)
+    return ReplicatedIsland(transport, ranks, lanes, whole, context.replica.parameters, marks)
+
+
 def make_worker(
     context: Context,
     optimizer: Optimizer,
@@ -177,11 +189,11 @@ def make_worker(
     """Return the algorithm's worker role; ``lr`` is the learning rate as a function of samples."""
     options, algorithm, transport = context.options, context.algorithm, context.transport
     marks, only_computes = marks_unused(algorithm, options), context.lane is None
-    island, draws = None, None
-    if context.islands.size > 1:
-        ranks, x = context.island, context.replica.parameters
-        island = Island(transport, ranks, context.lanes, context.whole, x, marks)
-        draws = None if island.is_first else IslandSampleClient(transport, ranks[0])
+    island = make_island(context, marks)
+    is_first = island is None or island.is_first
+    draws = SampleClient(transport, context.unit)
+    if not is_first:
+        draws = IslandSampleClient(transport, context.island[0], context.unit)
     worker = Worker(
         context.among,
         context.layout,

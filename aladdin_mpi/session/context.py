@@ -13,9 +13,24 @@ from torch import Tensor, nn
 
 import aladdin_mpi
 from aladdin_mpi.algorithms.registry import implementation
-from aladdin_mpi.control.exchange import all_or_none, allreduce_tensor, broadcast_tensor, gather
+from aladdin_mpi.control.exchange import (
+    all_or_none,
+    allreduce_tensor,
+    broadcast_tensor,
+    gather,
+    receive_object,
+    send_object,
+)
+from aladdin_mpi.control.tags import COORDINATOR, Tag
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.flat.lanes import Lane, LaneReplica, make_lanes
+from aladdin_mpi.flat.lanes import (
+    Lane,
+    LaneReplica,
+    PieceLane,
+    make_lanes,
+    make_sharded_lanes,
+    rows_of,
+)
 from aladdin_mpi.flat.layout import Bucket, Layout, between_parameters, cut
 from aladdin_mpi.flat.parts import outside_parts
 from aladdin_mpi.flat.replica import (
@@ -26,11 +41,12 @@ from aladdin_mpi.flat.replica import (
     Replica,
     outline,
 )
+from aladdin_mpi.flat.shards import check_sharding, is_divided, local, ranges
 from aladdin_mpi.flat.vectors import full
 from aladdin_mpi.options.algorithms import Algorithm
 from aladdin_mpi.options.run import RunOptions, check_workers
 from aladdin_mpi.process import guard
-from aladdin_mpi.session.islands import Islands, make_islands
+from aladdin_mpi.session.islands import Islands, check_servers_of_parts, make_islands
 from aladdin_mpi.transport.base import Transport, once, surviving_ranks
 from aladdin_mpi.transport.group import PartOfRanks
 from aladdin_mpi.worker.role import Role
@@ -50,7 +66,7 @@ class Piece(NamedTuple):
 
     Attributes:
         bucket: the bucket of the lane.
-        part: its place in the whole vector.
+        part: its place in the flat vector of :attr:`Context.whole`.
         holders: ranks whose values form the global model's.
     """
 
@@ -102,10 +118,25 @@ class Context:
         return None if number is None else self.lanes[number]
 
     @cached_property
+    def is_sharded(self) -> bool:
+        """Whether FSDP has divided the model among the ranks of an island."""
+        return isinstance(self.whole, Replica) and self.whole.is_sharded
+
+    @cached_property
+    def unit(self) -> int:
+        """Samples of which leases have multiples: FSDP adds gradients of equal parts of them."""
+        return self.islands.size if self.is_sharded else 1
+
+    @cached_property
     def replica(self) -> FlatModel:
         """The model as the algorithm sees it on this rank: its lane."""
-        is_whole = self.lane is not None and self.lane.count == 1
-        return self.whole if is_whole else LaneReplica(self.whole, self.lane)
+        lane = self.lane
+        if lane is not None and lane.count == 1:
+            return self.whole
+        if lane is None or isinstance(lane, PieceLane):
+            return LaneReplica(self.whole, lane)
+        rows = rows_of(lane.sizes(self.whole.sizes))
+        return FlatModel(rows, self.whole.parameters, self.whole.outside)
 
     @property
     def layout(self) -> Layout:
@@ -114,11 +145,18 @@ class Context:
 
     @cached_property
     def pieces(self) -> Sequence[Piece]:
-        """All parts of the global model, in an order that is the same on all ranks."""
+        """The parts of the global model that :attr:`whole` has, which its ranks have in one order.
+
+        These are all ranks, or those of one lane if the model is sharded.
+        """
         return [
             Piece(bucket, piece.part, self._holders(lane.number, bucket.server))
-            for lane in self.lanes
-            for bucket, piece in zip(lane.layout.buckets, lane.pieces.buckets, strict=True)
+            for lane in (self.lanes if self.lane is None or not self.is_sharded else [self.lane])
+            for bucket, piece in zip(
+                lane.layout.buckets,
+                lane.pieces.buckets if isinstance(lane, PieceLane) else lane.layout.buckets,
+                strict=True,
+            )
         ]
 
     def _holders(self, lane: int, server: int) -> Sequence[int]:
@@ -144,6 +182,13 @@ class Context:
         if self.islands.size == 1 or self.lane is None:
             return self.transport
         return PartOfRanks(self.transport, self.islands.ranks(self.lane.number))
+
+    @property
+    def part_ranks(self) -> Sequence[int]:
+        """The ranks that have the same part of the model as :attr:`whole`: all, unless sharded."""
+        if self.is_sharded and self.islands.size > 1 and self.lane is not None:
+            return self.islands.ranks(self.lane.number)
+        return range(self.transport.size)
 
     @property
     def servers(self) -> int:
@@ -192,17 +237,23 @@ def make_context(
     def make() -> Context:
         if not numbers:  # otherwise the run started with more
             check_workers(options, transport.size - servers)
+        is_sharded = isinstance(whole, Replica) and whole.is_sharded
+        if is_sharded:
+            _check_sharded(transport, options, algorithm)
         islands = make_islands(transport, options, algorithm, servers)
         of_lane, workers = servers // islands.lanes, len(islands.members)
 
-        def cut_model() -> list[Lane]:
+        def cut_model() -> Sequence[Lane]:
             layout = make_layout(options, algorithm, whole, of_lane, workers)
             if project:
                 layout = between_parameters(layout, whole.sizes)
-            _check_servers(options, whole, layout)
+            _check_servers(options, whole.numel, layout)
             return make_lanes(layout, islands.lanes)
 
-        if isinstance(whole, Replica):
+        lanes: Sequence[Lane]
+        if is_sharded:
+            lanes = _cut_sharded(transport, options, algorithm, module, islands)
+        elif isinstance(whole, Replica):
             lanes = cut_model()
         else:  # the same on all ranks of a simulation
             key = "lanes", id(module), servers, transport.size
@@ -214,6 +265,43 @@ def make_context(
         return context
 
     return all_or_none(transport, make)
+
+
+def _check_sharded(transport: Transport, options: RunOptions, algorithm: Algorithm) -> None:
+    """Check that a run can train a model that FSDP has divided."""
+    if not algorithm.islands:
+        raise UserError(
+            f"model: its parameters are divided by FSDP, and {algorithm.name} requires whole "
+            "ones. Use an algorithm whose workers can be islands, such as ar-sgd, or leave "
+            "fully_shard out."
+        )
+    if transport.shares_process or options.compute != "real":
+        raise UserError(
+            "model: its parameters are divided by FSDP, which requires a process for each rank. "
+            "Simulate the model without fully_shard: a replicated island makes the same steps."
+        )
+
+
+def _cut_sharded(
+    transport: Transport,
+    options: RunOptions,
+    algorithm: Algorithm,
+    module: nn.Module,
+    islands: Islands,
+) -> list[Lane]:
+    """Return the lanes of a model that FSDP has divided among the ranks of an island."""
+    parts = islands.size
+    check_servers_of_parts(islands.servers, parts)
+    place = islands.lane(transport.rank)
+    assert place is not None
+    given = options.island_flag and f"{options.island_flag} {options.island}"
+    check_sharding(module, parts, place, given)
+    servers = islands.servers // parts
+    sizes = options.bucket_mb, options.shard_mb
+    lanes = make_sharded_lanes(ranges(module, parts), lambda n: cut(n, servers, *sizes))
+    for lane in lanes:
+        _check_servers(options, lane.layout.numel, lane.layout)
+    return lanes
 
 
 def _check_whole_parameters(context: Context) -> None:
@@ -250,12 +338,12 @@ def _make_replica(
     return PhantomReplica(sum(sizes.layers), sizes, outside)
 
 
-def _check_servers(options: RunOptions, replica: Replica | PhantomReplica, layout: Layout) -> None:
+def _check_servers(options: RunOptions, numel: int, layout: Layout) -> None:
     owners = {bucket.server for bucket in layout.buckets}
     if layout.servers and len(owners) < layout.servers:
         layers = ", of which no layer is split" if options.sharding == "layer" else ""
         raise UserError(
-            f"--servers: expected at most {len(owners)} for a model of {replica.numel} "
+            f"--servers: expected at most {len(owners)} for a model of {numel} "
             f"parameters{layers}, got {layout.servers}; use fewer"
         )
 
@@ -286,8 +374,13 @@ def share_model(context: Context) -> None:
     """Start from rank 0's parameters and buffers, unless the run is resumed."""
     if not context.is_real or context.options.resume is not None:
         return
-    for tensor in [context.whole.parameters, *context.whole.buffers()]:
-        _broadcast(context.transport, tensor)
+    _broadcast(context.among if context.is_sharded else context.transport, context.whole.parameters)
+    for parameter in context.module.parameters():
+        if not parameter.requires_grad:
+            parts = context.among if is_divided(parameter) else context.transport
+            _broadcast(parts, local(parameter.detach()))
+    for buffer in context.module.buffers():
+        _broadcast(context.transport, buffer)
     if isinstance(context.replica, LaneReplica):
         context.replica.refresh()
 
@@ -310,19 +403,22 @@ def _broadcast(transport: Transport, tensor: Tensor, root: int = 0) -> None:
 def collect_model(context: Context, role: Role, without: Sequence[int] = ()) -> Tensor | None:
     """Return the global model, flat, on every rank, and copy it into the replica.
 
-    None with simulated computation. The ranks ``without`` hold no part of it.
+    If the model is sharded, each rank gets its part. None with simulated computation. The ranks
+    ``without`` hold no part of the model.
     """
-    transport, replica = context.transport, context.whole
+    rank, replica = context.transport.rank, context.whole
     if not isinstance(replica, Replica):
         return None
-    vector = torch.zeros(replica.numel, dtype=full(replica.parameters.dtype))
+    transport = context.among if context.is_sharded else context.transport
+    ranks = context.part_ranks
+    vector = torch.zeros(replica.parameters.numel(), dtype=full(replica.parameters.dtype))
     for bucket, part, holders in context.pieces:
         mine, weight = vector[part], 0.0
-        if transport.rank in holders and transport.rank not in without:
+        if rank in holders and rank not in without:
             mine.copy_(role.part(bucket))
             weight = role.weight(bucket)
         if len(holders) == 1:
-            _broadcast(transport, mine, holders[0])
+            _broadcast(transport, mine, ranks.index(holders[0]))
         else:  # the weighted mean
             total = torch.tensor([weight], dtype=torch.float64)
             mine.mul_(total.item())
@@ -332,6 +428,27 @@ def collect_model(context: Context, role: Role, without: Sequence[int] = ()) -> 
     context.projections.apply(vector)  # the mean of projected models may not satisfy them
     replica.set(vector)
     return vector
+
+
+def joined_parameters(context: Context) -> dict[str, Tensor]:
+    """Return the whole parameters of a sharded model by name, on rank 0's host; elsewhere nothing.
+
+    The first rank of each lane sends its parts, one parameter after another.
+    """
+    if not context.is_sharded:
+        return {}
+    transport, joined = context.transport, {}
+    roots = [context.islands.ranks(lane.number)[0] for lane in context.lanes]
+    for name, parameter in context.module.state_dict().items():
+        if not is_divided(parameter):
+            continue
+        part = local(parameter.detach()).cpu().contiguous()
+        if transport.rank == COORDINATOR:
+            others = [receive_object(transport, root, Tag.STATE) for root in roots[1:]]
+            joined[name] = torch.cat([part, *others])
+        elif transport.rank in roots:
+            transport.wait(*send_object(transport, part, COORDINATOR, Tag.STATE))
+    return joined
 
 
 def warn_of_differences(context: Context, own: Tensor, model: Tensor) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import gcd
+from typing import Literal
 
 from aladdin_mpi.control.tags import COORDINATOR
 from aladdin_mpi.errors import ExcludedError, LostError, UserError
@@ -116,6 +117,53 @@ def fail_together(transport: Transport, islands: Islands) -> None:
         transport.on_failure(lose)
 
 
+def equal_groups(
+    hosts: Sequence[int], servers: int, island: int | Literal["node"], flag: str
+) -> list[list[int]]:
+    """Return the ranks of each island.
+
+    Args:
+        hosts: the host of each rank.
+        servers: number of servers, which are the first ranks.
+        island: size of an island; "node": all workers of a host.
+        flag: the option that has set it.
+
+    Raises:
+        UserError: islands would differ in size.
+    """
+    size = None if island == "node" else island
+    groups = host_groups(hosts, servers, size)
+    _check_equal(groups, size, flag)
+    return groups
+
+
+def _check_equal(
+    groups: Sequence[Sequence[int]], size: int | None, flag: str, remedy: str = ""
+) -> None:
+    counts = sorted({len(group) for group in groups})
+    if len(counts) == 1 and size in (None, counts[0]):
+        return
+    number = "the same number of workers" if size is None else f"{size} workers, or a multiple,"
+    found = " and ".join(map(str, counts)) or "none"
+    raise UserError(
+        f"{flag} requires {number} on every node, got {found}. Start as many on each host "
+        f"(servers, which are the first ranks, do not count){remedy}."
+    )
+
+
+def check_servers_of_parts(servers: int, parts: int) -> None:
+    """Check that each part of a model that an island divides has equally many servers.
+
+    Raises:
+        UserError: ``servers`` is not a multiple of the number of parts.
+    """
+    if servers % parts:
+        raise UserError(
+            f"--servers: expected a multiple of the {parts} parts into which islands divide the "
+            f"model, got {servers}; use {-(-servers // parts) * parts}"
+        )
+
+
 def make_islands(
     transport: Transport, options: RunOptions, algorithm: Algorithm, servers: int
 ) -> Islands:
@@ -129,19 +177,13 @@ def make_islands(
         size = transport.size
         key = "islands", servers, size
         return once(transport, key, lambda: Islands.of_single_ranks(servers, size))
-    members = host_groups(transport, servers, largest)
-    counts = sorted({len(island) for island in members})
-    exact = None if options.island in (1, "node") else options.island
-    if len(counts) > 1 or exact not in (None, counts[0]):
-        number = (
-            "the same number of workers" if exact is None else f"{exact} workers, or a multiple,"
-        )
-        divided = ", or add --node-size with a number that divides all" * (flag == "--node-sums")
-        raise UserError(
-            f"{flag} requires {number} on every node, got {' and '.join(map(str, counts))}. Start "
-            f"as many on each host (servers, which are the first ranks, do not count){divided}."
-        )
-    lanes = gcd(counts[0], servers) if servers else counts[0]
+    if options.node_sums:
+        members = host_groups(transport.hosts, servers, largest)
+        _check_equal(members, None, flag, ", or add --node-size with a number that divides all")
+    else:
+        members = equal_groups(transport.hosts, servers, options.island, flag)
+    size = len(members[0])
+    lanes = gcd(size, servers) if servers else size
     if options.node_sums:
         lanes = 1
     least = max(algorithm.least_workers, servers // lanes)

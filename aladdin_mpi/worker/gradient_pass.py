@@ -22,7 +22,7 @@ from aladdin_mpi.flat.unused import UnusedMarks, joined, shifted
 from aladdin_mpi.flat.vectors import clear, clip_norm, is_finite, scale, total
 from aladdin_mpi.options.algorithms import Clips
 from aladdin_mpi.transport.base import Event, IdleUntil, Transport, await_event
-from aladdin_mpi.worker.island import Island
+from aladdin_mpi.worker.island import Island, ReplicatedIsland
 from aladdin_mpi.worker.step import Compute, Loss, ModelledStep, Skip
 
 
@@ -226,9 +226,9 @@ class GradientStages:
 
     Args:
         transport: transport among all ranks, for reports to rank 0.
-        layout: of the whole model, which is ``replica``.
+        layout: of the vector in which ``replica``, the whole model, has its gradient.
         step: computes the gradient.
-        island: adds up the gradients of its members; None: this worker is alone.
+        island: the ranks that make each step together; None: this worker is alone.
         marks: marks of unused parameters in the algorithm's vectors.
         writes_marks: whether other ranks have to know the unused parameters.
         reports_unused: whether the first unused parameter is still to be reported to rank 0.
@@ -245,6 +245,11 @@ class GradientStages:
     writes_marks: bool
     reports_unused: bool
     max_loss: float | None
+
+    @property
+    def adder(self) -> ReplicatedIsland | None:
+        """The island, if it adds up its members' gradients here; FSDP does so during backward."""
+        return self.island if isinstance(self.island, ReplicatedIsland) else None
 
     def is_too_large(self, loss: float | Tensor | None) -> bool:
         """Return whether a loss exceeds the limit; if one is set, wait for the loss."""
@@ -383,7 +388,7 @@ class GradientPass:
         self._mark(bucket)
         if self._is_real:
             self.check.look(values, bucket.index)
-        if stages.island is not None and self._is_held_back:
+        if stages.adder is not None and self._is_held_back:
             self._local.append(bucket)
         else:
             self._pass_on(bucket)
@@ -397,7 +402,7 @@ class GradientPass:
                 if unused:
                     self._note_unused(each, unused)
                 if self._part_norm and self.norm is not None:
-                    share = each.numel / stages.layout.numel
+                    share = each.numel / stages.replica.numel
                     clip_norm(each.of(self.vector), self.norm * sqrt(share))
             self._hand_over(each)
 
@@ -406,15 +411,15 @@ class GradientPass:
         stages = self._stages
         if not (stages.writes_marks and self._is_real):
             return
-        if stages.island is None:
+        if stages.adder is None:
             stages.marks.write(bucket, bucket.of(self.vector), stages.replica.unused)
         else:
-            stages.island.mark(bucket, stages.replica.unused)
+            stages.adder.mark(bucket, stages.replica.unused)
 
     def _summed(self, bucket: Bucket) -> Sequence[Bucket] | Iterator[Bucket]:
         """Return the algorithm's buckets that are complete on the whole island."""
-        island = self._stages.island
-        return (bucket,) if island is None else island.add(bucket)
+        adder = self._stages.adder
+        return (bucket,) if adder is None else adder.add(bucket)
 
     def _note_unused(self, bucket: Bucket, unused: Set[int]) -> None:
         """Record the parts of a bucket, summed over the island, that have no gradient."""
@@ -423,7 +428,7 @@ class GradientPass:
             stages.reports_unused = False
             rank, start = stages.transport.rank, self.lease.start
             report(stages.transport, Refusal(Reason.UNUSED, rank, sample=start))
-        if stages.island is None:
+        if stages.adder is None:
             parts = stages.marks.parts(bucket, unused)
         else:
             parts = stages.marks.read(bucket, bucket.of(self.vector), unused)

@@ -1,10 +1,11 @@
 """An island: several ranks that are one worker of the algorithm, and make each step together.
 
 Every member computes the gradient of its share of the island's samples. The model is divided into
-lanes (:mod:`aladdin_mpi.flat.lanes`). One member owns each lane: it adds up the gradients of all
-members there, bucket by bucket during backward, so that the algorithm gets the mean, takes part in
-the algorithm on this lane, and sends its values to the others before the next step. If the model
-has fewer lanes than the island members, the others only compute.
+lanes (:mod:`aladdin_mpi.flat.lanes`), and one member takes part in the algorithm on each. If every
+member has the whole model, the lane's owner adds up the gradients of all members there, bucket by
+bucket during backward, so that the algorithm gets the mean, and sends its values to the others
+before the next step; if the model has fewer lanes than the island members, the others only compute.
+If FSDP has divided the parameters among the members, it does all that.
 
 The first member requests the island's samples. To the algorithm an island is a worker whose batch
 is larger; each lane's messages leave through another rank.
@@ -22,7 +23,7 @@ from torch import Tensor
 from aladdin_mpi.codec.base import DenseWire
 from aladdin_mpi.control.budget import SampleClient, SampleLease, WorkerReport
 from aladdin_mpi.control.tags import Tag
-from aladdin_mpi.flat.lanes import Lane
+from aladdin_mpi.flat.lanes import PieceLane
 from aladdin_mpi.flat.layout import Bucket, Layout
 from aladdin_mpi.flat.replica import PhantomReplica, Replica
 from aladdin_mpi.flat.unused import UnusedMarks
@@ -48,17 +49,19 @@ def _share(size: int, place: int, places: int) -> int:
     return size * (places - place) // places - size * (places - place - 1) // places
 
 
-def host_groups(transport: Transport, servers: int, largest: int | None = None) -> list[list[int]]:
+def host_groups(
+    hosts_of: Sequence[int], servers: int, largest: int | None = None
+) -> list[list[int]]:
     """Return the workers' ranks by host; the first rank of each group leads it.
 
     Args:
-        transport: supplies the hosts.
+        hosts_of: the host of each rank.
         servers: number of servers, which are the first ranks.
         largest: largest group; a host with more workers has several. None: one group per host.
     """
     hosts: dict[int, list[int]] = {}
-    for rank in range(servers, transport.size):
-        hosts.setdefault(transport.hosts[rank], []).append(rank)
+    for rank in range(servers, len(hosts_of)):
+        hosts.setdefault(hosts_of[rank], []).append(rank)
     return [
         ranks[start : start + (largest or len(ranks))]
         for ranks in hosts.values()
@@ -143,7 +146,12 @@ class LaneOwner:
     """
 
     def __init__(
-        self, transport: Transport, lane: Lane, others: Sequence[int], x: Tensor, wire: DenseWire
+        self,
+        transport: Transport,
+        lane: PieceLane,
+        others: Sequence[int],
+        x: Tensor,
+        wire: DenseWire,
     ) -> None:
         self.lane = lane
         self.sum = LaneSum(transport, lane.layout, others, wire)
@@ -242,7 +250,103 @@ class OwnerLink:
 
 
 class Island:
-    """The island of this rank.
+    """The island of this rank, whose members have a part of each parameter.
+
+    FSDP moves gradients and parameters among them. The members take the same steps: each computes
+    an equal part of the island's samples, and they clip gradients together.
+
+    Args:
+        transport: transport among all ranks.
+        ranks: the members; the first ``owners`` own a lane each.
+        whole: this rank's replica of the whole model.
+        layout: of the vector in which ``whole`` has its gradient.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        ranks: Sequence[int],
+        owners: int,
+        whole: Replica | PhantomReplica,
+        layout: Layout,
+    ) -> None:
+        self.size = len(ranks)
+        self.whole = whole
+        self.layout = layout
+        self._transport = transport
+        self._ranks = ranks
+        self._place = ranks.index(transport.rank)
+        self._owners = ranks[:owners]
+        self._has_ended = False
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank requests the island's samples."""
+        return self._place == 0
+
+    # -- samples --------------------------------------------------------------------------
+    def open(self) -> None:
+        """Start a segment."""
+        self._has_ended = False
+
+    def divide(self, lease: SampleLease) -> SampleLease:
+        """Return this member's part of the island's lease, which the first one sends to all."""
+        if self.is_first and not self._has_ended:
+            numbers = (lease.start, lease.size, lease.whole, log2(lease.scale))
+            for rank in self._ranks[1:]:
+                self._transport.isend(numbers, rank, Tag.ISLAND_LEASE)
+        self._has_ended = self._has_ended or lease.whole == 0
+        return lease._replace(size=_share(lease.size, self._place, self.size))
+
+    # -- models and gradients ----------------------------------------------------------------
+    def begin(self, vector: Tensor) -> Tensor:
+        """Start a step whose gradient is ``vector``, the lane's; return the one to compute."""
+        return vector
+
+    def exchange_models(self) -> None:
+        """Update the whole model from those of all lanes; every member calls it."""
+
+    def flush(self) -> None:
+        """Wait until all messages have been sent."""
+
+    # -- clipping ------------------------------------------------------------------------------
+    def smallest(self, norm: float | None) -> float | None:
+        """Return the smallest of the norms to which members clip this step; None: none does.
+
+        Every member calls this in every step that its loop may clip. Members without a batch may
+        not know the norm.
+        """
+        known = self._gather(inf if norm is None else norm, self._ranks)
+        return None if min(known) == inf else min(known)
+
+    def clip_norm(self, vector: Tensor, largest: float) -> None:
+        """Scale the lane's vector by the same factor as those of all other lanes, in place.
+
+        The factor limits the L2 norm of all lanes together; their owners call this together.
+        """
+        if vector.is_meta or self._transport.rank not in self._owners:
+            return
+        squares = torch.linalg.vector_norm(vector, dtype=torch.float64).square().item()
+        norm = sqrt(sum(self._gather(squares, self._owners)))
+        scale(vector, min(1.0, largest / (norm + 1e-6)))
+
+    def _gather(self, number: float, ranks: Sequence[int]) -> list[float]:
+        """Return the numbers of these members, which call it together, in one order for all."""
+        others = [rank for rank in ranks if rank != self._transport.rank]
+        received = [torch.empty(1, dtype=torch.float64) for _ in others]
+        receives = [
+            self._transport.irecv(buffer, rank, Tag.LOCAL_NORM)
+            for buffer, rank in zip(received, others, strict=True)
+        ]
+        sends = [self._transport.isend((number,), rank, Tag.LOCAL_NORM) for rank in others]
+        self._transport.wait(*receives, *sends)
+        known = {rank: numbers_of(each)[0] for rank, each in zip(others, receives, strict=True)}
+        known[self._transport.rank] = number
+        return [known[rank] for rank in ranks]
+
+
+class ReplicatedIsland(Island):
+    """An island whose members have the whole model, and send each other gradients and values.
 
     Args:
         transport: transport among all ranks.
@@ -257,18 +361,13 @@ class Island:
         self,
         transport: Transport,
         ranks: Sequence[int],
-        lanes: Sequence[Lane],
+        lanes: Sequence[PieceLane],
         whole: Replica | PhantomReplica,
         x: Tensor,
         marks: bool,
     ) -> None:
-        self.size = len(ranks)
-        self.whole = whole
-        self.layout = lanes[0].whole
-        self._transport = transport
-        self._ranks = ranks
-        self._place = place = ranks.index(transport.rank)
-        self._owners = ranks[: len(lanes)]
+        super().__init__(transport, ranks, len(lanes), whole, lanes[0].whole)
+        place = self._place
         self._lanes = lanes
         self._x = x
         wire = DenseWire(full(x.dtype), whole.parameters.device, transport.needs_memory)
@@ -295,33 +394,16 @@ class Island:
             for lane in others_lanes
         ]
         self._marks = [UnusedMarks(whole.sizes, lane.pieces) for lane in lanes] if marks else []
-        self._has_ended = False
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank requests the island's samples."""
-        return self._place == 0
-
-    # -- samples --------------------------------------------------------------------------
-    def open(self) -> None:
-        """Start a segment."""
-        self._has_ended = False
 
     def divide(self, lease: SampleLease) -> SampleLease:
         """Return this member's part of the island's lease, which the first one sends to all."""
-        if self.is_first and not self._has_ended:
-            numbers = (lease.start, lease.size, lease.whole, log2(lease.scale))
-            for rank in self._ranks[1:]:
-                self._transport.isend(numbers, rank, Tag.ISLAND_LEASE)
-        self._has_ended = self._has_ended or lease.whole == 0
-        parts = [_share(lease.size, place, self.size) for place in range(self.size)]
-        shares = [part / lease.size if lease.size else 0.0 for part in parts]
         if self._own is not None:
+            parts = [_share(lease.size, place, self.size) for place in range(self.size)]
+            shares = [part / lease.size if lease.size else 0.0 for part in parts]
             mine = shares.pop(self._place)
             self._own.sum.shares = [mine, *shares]
-        return lease._replace(size=parts[self._place])
+        return super().divide(lease)
 
-    # -- gradients ------------------------------------------------------------------------
     def begin(self, vector: Tensor) -> Tensor:
         """Start a step whose gradient is added to ``vector``, the lane's; exchange models.
 
@@ -362,40 +444,6 @@ class Island:
             copy(mine.of(self._vector), lane.pieces.buckets[bucket.index].of(self._gradient))
         yield from self._own.sum.complete(mine)
 
-    def smallest(self, norm: float | None) -> float | None:
-        """Return the smallest of the norms to which members clip this step; None: none does.
-
-        Every member calls this in every step that its loop may clip. Members without a batch may
-        not know the norm.
-        """
-        known = self._gather(inf if norm is None else norm, self._ranks)
-        return None if min(known) == inf else min(known)
-
-    def clip_norm(self, vector: Tensor, largest: float) -> None:
-        """Scale the lane's vector by the same factor as those of all other lanes, in place.
-
-        The factor limits the L2 norm of all lanes together; their owners call this together.
-        """
-        if vector.is_meta or self._own is None:
-            return
-        squares = torch.linalg.vector_norm(vector, dtype=torch.float64).square().item()
-        norm = sqrt(sum(self._gather(squares, self._owners)))
-        scale(vector, min(1.0, largest / (norm + 1e-6)))
-
-    def _gather(self, number: float, ranks: Sequence[int]) -> list[float]:
-        """Return the numbers of these members, which call it together, in one order for all."""
-        others = [rank for rank in ranks if rank != self._transport.rank]
-        received = [torch.empty(1, dtype=torch.float64) for _ in others]
-        receives = [
-            self._transport.irecv(buffer, rank, Tag.LOCAL_NORM)
-            for buffer, rank in zip(received, others, strict=True)
-        ]
-        sends = [self._transport.isend((number,), rank, Tag.LOCAL_NORM) for rank in others]
-        self._transport.wait(*receives, *sends)
-        known = {rank: numbers_of(each)[0] for rank, each in zip(others, receives, strict=True)}
-        known[self._transport.rank] = number
-        return [known[rank] for rank in ranks]
-
     def flush(self) -> None:
         """Wait until all messages have been sent."""
         if self._own is not None:
@@ -410,8 +458,8 @@ class IslandSampleClient(SampleClient):
     It reports to rank 0.
     """
 
-    def __init__(self, transport: Transport, first: int) -> None:
-        super().__init__(transport)
+    def __init__(self, transport: Transport, first: int, unit: int = 1) -> None:
+        super().__init__(transport, unit)
         self._first = first
 
     @property
@@ -430,4 +478,5 @@ class IslandSampleClient(SampleClient):
         receive = self._grants.popleft()
         self._transport.wait(receive)
         start, size, whole, exponent = numbers_of(receive)
-        return SampleLease(int(start), int(size), int(whole), scale=2.0**exponent)
+        lease = SampleLease(int(start), int(size), int(whole), scale=2.0**exponent)
+        return lease._replace(unit=self._unit)
