@@ -145,6 +145,8 @@ class BoundGradients:
         self.missing: set[int] = set()
         """Parameters whose gradient has not been copied into the bound vector yet."""
         self._versions: list[int] | None = None
+        self._seen: dict[int, int] = {}
+        """Versions of gradients outside the bound vector, by their memory, which they may share."""
         self.unused: set[int] = set()
         """Parameters without a gradient from backward; complete after :meth:`end_backward`."""
         self.are_local = False
@@ -169,6 +171,7 @@ class BoundGradients:
         self._views = views
         self.missing = set(range(len(views)))
         self.unused = set()
+        self._seen.clear()
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -187,7 +190,8 @@ class BoundGradients:
         if self._separate and parameter in self._separate:
             self.missing.discard(number)
             _convert(gradient, view)
-            self._note_version(number, gradient)
+            if gradient is not None:
+                self._seen[_memory(gradient)] = local(gradient)._version
             return
         if not _is_same(gradient, view):  # otherwise autograd has added to it
             if number not in self.missing:
@@ -195,7 +199,8 @@ class BoundGradients:
             self.missing.remove(number)
             _convert(gradient, view)
         parameter.grad = view
-        self._note_version(number, view)
+        if self._versions is not None:
+            self._versions[number] = view._version
 
     def deliver(self, parameter: nn.Parameter) -> None:
         """Take the gradient of a parameter for which autograd does not compute one."""
@@ -224,10 +229,6 @@ class BoundGradients:
             for number, view in zip(numbers, views, strict=True):
                 self._versions[number] = view._version
         self.missing.difference_update(numbers)
-
-    def _note_version(self, number: int, gradient: Tensor | None) -> None:
-        if self._versions is not None:
-            self._versions[number] = _version(gradient)
 
     def has_any(self) -> bool:
         """Return whether backward has made any gradient since :meth:`bind`."""
@@ -268,12 +269,19 @@ class BoundGradients:
                 # Its gradient was converted on arrival, if changes are watched.
                 if self._versions is None:
                     _convert(parameter.grad, view)
-                elif self._versions[number] != _version(parameter.grad):
+                elif self._has_changed(number):
                     raise _changed()
             elif parameter.grad is not view and not _is_same(parameter.grad, view):
                 raise _unbound()
             elif self._versions is not None and self._versions[number] != view._version:
                 raise _changed()
+
+    def _has_changed(self, number: int) -> bool:
+        """Return whether a gradient outside the bound vector has changed since it was taken."""
+        gradient = self._parameters[number].grad
+        if gradient is None:
+            return number not in self.unused
+        return self._seen.get(_memory(gradient)) != local(gradient)._version
 
 
 def _convert(gradient: Tensor | None, into: Tensor) -> None:
@@ -293,9 +301,10 @@ def _is_same(gradient: Tensor | None, view: Tensor) -> bool:
     )
 
 
-def _version(gradient: Tensor | None) -> int:
-    """Return a number that changes whenever the gradient is written, created or removed."""
-    return -1 if gradient is None else local(gradient)._version
+def _memory(gradient: Tensor) -> int:
+    """Return a number that identifies the memory of a gradient, or of this rank's part of it."""
+    part = local(gradient)
+    return id(gradient) if part.is_sparse else part.untyped_storage().data_ptr()
 
 
 def _changed() -> UserError:

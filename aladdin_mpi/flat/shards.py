@@ -100,6 +100,19 @@ def _placed(parameter: Any) -> tuple[Any, Sequence[Any]]:
     return parameter.device_mesh, parameter.placements
 
 
+def group_of(module: nn.Module) -> Any:
+    """Return the process group of the ranks that have the parts of a model."""
+    parameter = next(p for p in module.parameters() if is_divided(p))
+    return _placed(parameter)[0].get_group()
+
+
+def own_class(module: nn.Module) -> type:
+    """Return a module's class, without the one that FSDP has derived from it."""
+    kind = _class("torch.distributed.fsdp", "FSDPModule")
+    kinds = type(module).__mro__
+    return next(each for each in kinds if kind is None or not issubclass(each, kind))
+
+
 def ranges(module: nn.Module, count: int) -> list[list[slice]]:
     """Return for each of ``count`` ranks the parts of the whole flat vector that it has.
 
@@ -108,10 +121,21 @@ def ranges(module: nn.Module, count: int) -> list[list[slice]]:
     held: list[list[slice]] = [[] for _ in range(count)]
     first = 0
     for parameter in [p for p in module.parameters() if p.requires_grad][::-1]:
-        rows = parameter.shape[0]
-        width, step = parameter.numel() // max(rows, 1), -(-rows // count)
         for number, each in enumerate(held):
-            start, stop = min(number * step, rows), min((number + 1) * step, rows)
-            each.append(slice(first + start * width, first + stop * width))
+            part = _part(parameter, number, count)
+            each.append(slice(first + part.start, first + part.stop))
         first += parameter.numel()
     return held
+
+
+def offset_of(tensor: Tensor) -> int:
+    """Return the number of values of a DTensor before this rank's part."""
+    mesh, _ = _placed(tensor)
+    return _part(tensor, mesh.get_local_rank(), mesh.size()).start
+
+
+def _part(tensor: Tensor, number: int, count: int) -> slice:
+    """Return the values of one of ``count`` ranks."""
+    rows = tensor.shape[0]
+    width, step = tensor.numel() // max(rows, 1), -(-rows // count)
+    return slice(min(number * step, rows) * width, min((number + 1) * step, rows) * width)

@@ -360,12 +360,16 @@ class Evaluations(RunHook):
             assert self._copy is not None
             figures = self._measure(model)
             copy_buffers(self._copy[0], module)
+        self.record_final(run, figures)
+        return figures
+
+    def record_final(self, run: Coordinator, figures: Figures) -> None:
+        """Write the line of the trained model, unless it has been written."""
         drawn = run.budget.drawn
         assert self._metrics is not None
         if not self._metrics.has("eval", drawn):
             self._take_variance(drawn, self._final_variance)
             self._take_figures(run.moment(), figures, 0)
-        return figures
 
     def share_statistics(self) -> None:
         """Send the buffers of rank 0's module to every rank."""

@@ -14,24 +14,20 @@ from torch import Tensor, nn
 from aladdin_mpi.control.budget import WorkerReport
 from aladdin_mpi.control.exchange import broadcast, gather
 from aladdin_mpi.data.loading import global_generators_kept
-from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.replica import Replica
+from aladdin_mpi.flat.shards import group_of, reshard
 from aladdin_mpi.hooks.evaluation import Evaluations
-from aladdin_mpi.hooks.measurement import Evaluate, Figures, batch_norms
+from aladdin_mpi.hooks.measurement import Evaluate, Figures
 from aladdin_mpi.hooks.recorder import Metrics
 from aladdin_mpi.process.guard import no_exit
-from aladdin_mpi.session.context import Context, collect_model
+from aladdin_mpi.session.context import Context, collect_model, share_buffers
 from aladdin_mpi.session.coordinator import Coordinator, SegmentEnd
 from aladdin_mpi.session.plan import Plan
 from aladdin_mpi.worker.role import Role
 
 
 class IslandEvaluations(Evaluations):
-    """Evaluations of a sharded model; every rank takes part in each.
-
-    Raises:
-        UserError: the model has batch norms, whose statistics no rank can estimate alone.
-    """
+    """Evaluations of a sharded model; every rank takes part in each."""
 
     def __init__(
         self,
@@ -41,12 +37,6 @@ class IslandEvaluations(Evaluations):
         metrics: Metrics | None,
         evaluate: Evaluate | None,
     ) -> None:
-        if context.options.bn_batches and batch_norms(context.module):
-            raise UserError(
-                "model: its parameters are divided by FSDP, and the statistics of its batch norms "
-                "cannot be estimated again from the first worker's batches. Pass bn_batches=0 to "
-                "keep each worker's own, or use another norm, such as GroupNorm."
-            )
         super().__init__(context, plan, role, metrics, evaluate, lambda: None)
         self._role = role
         self._first = context.islands.members[0]
@@ -55,7 +45,10 @@ class IslandEvaluations(Evaluations):
         """Do nothing: the model itself is measured."""
 
     def on_report(self, run: Coordinator, report: WorkerReport) -> None:
-        """Do nothing: evaluations end a segment."""
+        """End the segment if an evaluation is due."""
+        is_due = bool(self._every) and self._next <= run.budget.drawn < run.plan.total
+        if is_due and self._evaluate is not None:
+            run.budget.stop()
 
     def on_settled(self, end: SegmentEnd, run: Coordinator | None) -> None:
         """Measure the global model if an evaluation is due."""
@@ -67,27 +60,45 @@ class IslandEvaluations(Evaluations):
         replica = self._context.whole
         assert isinstance(replica, Replica)
         variance, own = self._variance.at_end(), replica.parameters.clone()
+        buffers = [buffer.clone() for buffer in self._context.module.buffers()]
         collect_model(self._context, self._role)
         figures = self._measure_together()
         replica.set(own)
+        for buffer, before in zip(self._context.module.buffers(), buffers, strict=True):
+            buffer.copy_(before)
         if run is not None:
             self._next = self._due_after(end.drawn)
             self._take_variance(end.drawn, variance)
             self._take_figures(run.moment(), figures, 0)
 
     def _measure_together(self) -> Figures:
-        """Return at rank 0 the figures of the model; every rank calls it."""
-        transport, figures = self._context.transport, None
-        if transport.rank in self._first and self._evaluate is not None:
-            module = self._context.module
+        """Return at rank 0 the figures of the model; every rank calls it.
+
+        The module's batch norms have the statistics of this model afterwards, on the first island.
+        """
+        transport, module, figures = self._context.transport, self._context.module, None
+        if transport.rank in self._first:
             with no_exit(), global_generators_kept(), _in_eval_mode(module), torch.no_grad():
-                figures = dict(self._evaluate(module))
+                if self._recalibrator is not None:
+                    self._recalibrator.share_calls(group_of(module))
+                    self._recalibrator.reestimate(module)
+                if self._evaluate is not None:
+                    figures = dict(self._evaluate(module))
+            reshard(module)
         return next(filter(None, gather(transport, figures)), {})
 
     def measure_divided(self, model: Tensor | None) -> None:
-        """Measure the trained model on the first island."""
-        if self._evaluate is not None:
-            self._final_figures = self._measure_together()
+        """Measure the trained model on the first island, and share its statistics."""
+        self._final_figures = self._measure_together()
+        if self._recalibrator is not None:
+            share_buffers(self._context, self._context.servers)
+
+    def measure(self, run: Coordinator, model: Tensor | None) -> Figures:
+        """Return the trained model's figures at rank 0, and record them."""
+        if self._evaluate is None or not self._final_figures:
+            return {}
+        self.record_final(run, self._final_figures)
+        return self._final_figures
 
 
 @contextmanager

@@ -126,12 +126,16 @@ class BatchNormRecalibrator:
     For a module without batch norm, nothing is recorded or sent. Batch norms in eval mode, as with
     frozen pretrained statistics, are not changed; if all are, rank 0 receives this fact instead of
     calls. If the module has parts that are stepped separately, each has calls of its own.
+
+    If FSDP has divided the model, the first worker keeps the calls, for its island.
     """
 
     def __init__(self, context: Context) -> None:
         self._transport = transport = context.transport
         self._replica = context.whole
         self._source = context.servers
+        self._keeper = self._source if context.is_sharded else 0
+        """The rank with the recorded calls."""
         batches, module = context.options.bn_batches, context.module
         modules = {name: module.get_submodule(name) for name in context.parts or ("",)}
         self._modules = {n: each for n, each in modules.items() if batches and batch_norms(each)}
@@ -149,7 +153,7 @@ class BatchNormRecalibrator:
         self._is_open = False
         if self._modules:
             transport.exclude_from_traffic(Tag.INPUTS)
-            if transport.rank == 0 != self._source:
+            if transport.rank == self._keeper != self._source:
                 transport.on_message(Tag.INPUTS, HEAD + CHUNK, self._collect)
 
     # -- at the first worker ---------------------------------------------------------------
@@ -190,7 +194,7 @@ class BatchNormRecalibrator:
             self.close()
 
     def _hand_over(self, name: str, call: Call, trained: tuple[bool, ...]) -> None:
-        if self._transport.rank == 0:
+        if self._transport.rank == self._keeper:
             self._add(name, call, trained)
             return
         packed = io.BytesIO()
@@ -199,13 +203,13 @@ class BatchNormRecalibrator:
         head = torch.tensor([len(data)]).view(torch.uint8)
         for start in range(0, len(data), CHUNK):
             frame = torch.cat([head, data[start : start + CHUNK]])
-            self._transport.isend(frame, 0, Tag.INPUTS)
+            self._transport.isend(frame, self._keeper, Tag.INPUTS)
 
     def close(self) -> None:
         """Stop recording."""
         self._hooks.remove()
 
-    # -- at rank 0 ---------------------------------------------------------------------------
+    # -- at the keeper -----------------------------------------------------------------------
     def _collect(self, source: int, message: Tensor) -> None:
         whole = int(message[:HEAD].clone().view(torch.int64))
         self._arriving += message[HEAD:].numpy().tobytes()
@@ -222,6 +226,14 @@ class BatchNormRecalibrator:
         if all(calls or each in self._frozen for each, calls in self._calls.items()):
             self._first.set()
 
+    def share_calls(self, group: Any) -> None:
+        """Give the recorded calls to all ranks of a process group, whose first has them."""
+        if self._modules:
+            facts: list[Any] = [self._calls, self._trained]
+            torch.distributed.broadcast_object_list(facts, group=group, group_src=0)
+            self._calls, self._trained = facts
+            self._first.set()
+
     def reestimate(self, module: nn.Module) -> None:
         """Estimate the statistics of ``module``, which may be a copy of the recorded one."""
         if self._modules and not self._first.wait(FIRST_ARRIVAL):
@@ -233,10 +245,10 @@ class BatchNormRecalibrator:
                 reestimate_batch_norm(module.get_submodule(name), calls, self._trained[name])
 
     def complete(self) -> None:
-        """Wait, on all ranks at the end, until recorded calls have reached rank 0."""
+        """Wait, on all ranks at the end, until recorded calls have reached the keeper."""
         self.close()
         counts = broadcast(self._transport, gather(self._transport, self._kept))
-        if self._transport.rank:
+        if self._transport.rank != self._keeper:
             return
         until = self._transport.now() + ARRIVAL
         kept = counts[self._source] or 0

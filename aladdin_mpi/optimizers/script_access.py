@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.flat.shards import is_divided, local, offset_of
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,9 @@ def _is_by_value(value: object, parameter: nn.Parameter) -> bool:
 
 def _in_memory(values: Tensor, segment: Segment) -> Tensor:
     """Return the segment's values of a tensor like its parameter, in memory order."""
+    if is_divided(values):
+        first = offset_of(values)
+        return local(values).reshape(-1)[segment.start - first : segment.stop - first].clone()
     parameter = segment.parameter
     laid_out = torch.empty_strided(
         parameter.shape, parameter.stride(), dtype=values.dtype, device=values.device

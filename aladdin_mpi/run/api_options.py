@@ -13,6 +13,7 @@ from torch import nn
 from aladdin_mpi.control.exchange import all_or_none
 from aladdin_mpi.errors import ClosedError, UserError
 from aladdin_mpi.flat.parts import outside_parts
+from aladdin_mpi.flat.shards import own_class
 from aladdin_mpi.options.algorithms import Algorithm, find_algorithm
 from aladdin_mpi.options.checks import steps_unused
 from aladdin_mpi.options.general import OWN_DATA
@@ -152,7 +153,7 @@ def agreed_options(
 
 def _named(settings: dict[str, Any], module: nn.Module) -> Settings:
     """Return arguments as settings, with names for the model and data of the script."""
-    named = {"model": type(module).__name__, "dataset": OWN_DATA, **settings}
+    named = {"model": own_class(module).__name__, "dataset": OWN_DATA, **settings}
     return {
         (current_name(RunOptions, name),): Setting(value, name) for name, value in named.items()
     }

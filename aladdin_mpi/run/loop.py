@@ -20,6 +20,7 @@ from aladdin_mpi.data.feeds import Source
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.dtypes import VisibleWrites
 from aladdin_mpi.flat.replica import Replica
+from aladdin_mpi.flat.shards import reshard
 from aladdin_mpi.process.guard import no_exit
 from aladdin_mpi.run.rank import Rank
 from aladdin_mpi.run.training_data import NO_BATCH
@@ -494,6 +495,7 @@ class LoopWatch:
                 f"the run, as by .data = or by moving the model; {KEPT}"
             )
         if not self._parts.are_same():
+            reshard(self._module)
             self._refuse_others()
             self._parts = _ModuleParts(self._module)
 

@@ -170,7 +170,6 @@ class Coordinator:
         self._lr = lr
         self._workers = context.workers
         self._first_worker = context.servers
-        self._evaluates_between = context.is_sharded
         self.server = role.server if isinstance(role, ServerAlgorithm) else None
         self.measures = role.measures
         lockstep = context.leaders if context.algorithm.lockstep else ()
@@ -228,15 +227,9 @@ class Coordinator:
 
     # -- segments -------------------------------------------------------------
     def open(self) -> None:
-        """Start a segment: grant samples up to the next checkpoint.
-
-        A model that FSDP has divided is evaluated between segments.
-        """
-        intervals, drawn = [self.plan.checkpoint_every], self.budget.drawn
-        if self._evaluates_between:
-            intervals.append(self.plan.eval_every)
-        ends = [(drawn // every + 1) * every for every in intervals if every]
-        limit = min(ends, default=self.plan.total)
+        """Start a segment: grant samples up to the next checkpoint."""
+        every, drawn = self.plan.checkpoint_every, self.budget.drawn
+        limit = (drawn // every + 1) * every if every else self.plan.total
         with self._transport.atomic():
             self.failures.note_earlier()
             is_ending = self.suspended or self.budget.closed_by is not None

@@ -13,14 +13,19 @@ import gc
 import json
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
-from aladdin_mpi import DataParallel
+from aladdin_mpi import DataParallel, island_mesh
 from aladdin_mpi.run import summary
 from tests.exactness.row import COLUMNS, Batch, Column, Row
 from tests.exactness.table import TABLE
@@ -42,6 +47,8 @@ class Training:
         torch.manual_seed(0)
         self.row = row
         self.model = row.model()
+        if column.is_sharded:
+            shard(self.model)
         self.optimizer = row.optimizer(self.model)
         self.scheduler = None if row.scheduler is None else row.scheduler(self.optimizer)
         self.seen: list[tuple[int, list[int]]] = []
@@ -84,6 +91,27 @@ class Training:
         return self.row.loss(self.model, batch)
 
 
+@cache
+def mesh() -> DeviceMesh:
+    """Return the mesh of this rank's island, which a process has only one of."""
+    return island_mesh(2, algorithm="ar-sgd", device="cpu", timeout=SECONDS)
+
+
+def shard(model: nn.Module) -> None:
+    """Divide a model, and each of its layers without tied weights, among the island's ranks."""
+    owners = Counter(p for part in model.modules() for p in part.parameters(recurse=False))
+    for child in model.children():
+        own = list(child.parameters())
+        if own and all(owners[parameter] == 1 for parameter in own):
+            fully_shard(child, mesh=mesh())
+    fully_shard(model, mesh=mesh())
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """Return the values of a parameter, of which each rank may have a part."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
 def result(row: Row, column: Column, folder: Path) -> dict[str, Any]:
     """Train, and return the values that the test compares."""
     training = Training(row, column, folder)
@@ -94,7 +122,7 @@ def result(row: Row, column: Column, folder: Path) -> dict[str, Any]:
         "seen": training.seen,
         "is_server": training.run.is_server,
         "parameters": {
-            name: p.detach().double().flatten().tolist()
+            name: whole(p.detach()).double().flatten().tolist()
             for name, p in training.model.named_parameters()
         },
     }

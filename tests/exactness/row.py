@@ -33,11 +33,13 @@ class Column:
         ranks: number of ranks; 0: one process that mpirun does not start.
         workers: number of ranks that train.
         settings: keyword arguments of ``DataParallel``.
+        is_sharded: whether FSDP divides the model among the workers of an island.
     """
 
     ranks: int
     workers: int
     settings: Mapping[str, Any]
+    is_sharded: bool = False
 
 
 COLUMNS = {
@@ -47,6 +49,7 @@ COLUMNS = {
     "asp, one worker": Column(2, 1, {"algorithm": "asp"}),
     "asp": Column(4, 3, {"algorithm": "asp"}),
     "ar-sgd, islands": Column(4, 4, {"algorithm": "ar-sgd", "island": 2}),
+    "ar-sgd, sharded": Column(4, 4, {"algorithm": "ar-sgd", "island": 2}, is_sharded=True),
     "aladdin-ahead": Column(4, 3, {"algorithm": "aladdin-ahead", "wire": "fp32"}),
 }
 SYNCHRONOUS = ("ar-sgd", "bsp", "one process")
