@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -150,6 +151,9 @@ class Meeting:
         accepted = inspect.signature(torch.distributed.init_process_group).parameters
         binds = backend == "nccl" and "device_id" in accepted
         binding: dict[str, Any] = {"device_id": device} if binds else {}
+        # Torch replaces it by one that holds back what is written until the present one returns,
+        # which ends the job.
+        report_errors = sys.excepthook
         torch.distributed.init_process_group(
             backend,
             store=self._store(),
@@ -158,6 +162,7 @@ class Meeting:
             timeout=FOR_EVER if limit is None else timedelta(seconds=limit + MARGIN),
             **binding,
         )
+        sys.excepthook = report_errors
 
     def _store(self) -> Any:
         """Return a store at the first member on a free port, whose address all are told."""

@@ -138,20 +138,10 @@ def make_sharded_lanes(held: Sequence[Sequence[slice]], cut: Callable[[int], Lay
     Args:
         held: for each lane, the parts of the whole vector that it has.
         cut: returns the layout of a vector of this length.
-
-    Raises:
-        UserError: a lane has no values.
     """
-    lanes = []
-    for number, ranges in enumerate(held):
-        numel = sum(each.stop - each.start for each in ranges)
-        if not numel:
-            raise UserError(
-                f"island: rank {number} of an island has no part of the model, whose parameters "
-                f"have fewer rows than the island's {len(held)} ranks; use smaller islands"
-            )
-        lanes.append(Lane(number, len(held), ranges, cut(numel)))
-    return lanes
+    lengths = [sum(each.stop - each.start for each in ranges) for ranges in held]
+    lanes = zip(held, lengths, strict=True)
+    return [Lane(i, len(held), ranges, cut(numel)) for i, (ranges, numel) in enumerate(lanes)]
 
 
 class LaneReplica(FlatModel):

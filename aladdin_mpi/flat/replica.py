@@ -192,6 +192,11 @@ class Replica(FlatModel):
         """The parts of the parameters that this rank has."""
         device, dtype = self._device(), common_dtype(self._parameters)
         numel = sum(part.numel() for part in self._local)
+        if self.is_sharded and not numel:
+            raise UserError(
+                "model: this rank has no part of it, because each parameter has fewer rows than "
+                "its island has ranks; use smaller islands"
+            )
         if not numel:
             raise UserError(
                 "model: expected trainable parameters with values, got none with any; pass a "

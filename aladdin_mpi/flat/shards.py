@@ -52,14 +52,13 @@ def reshard(module: nn.Module) -> None:
                 part.reshard()
 
 
-def check_sharding(module: nn.Module, island: int, place: int, given: str) -> None:
+def check_sharding(module: nn.Module, island: int, place: int) -> None:
     """Check that parameters are divided among the ranks of this island, and in no other way.
 
     Args:
         module: the model.
         island: number of ranks of an island.
         place: of this rank in its island.
-        given: the option that has set ``island``.
 
     Raises:
         UserError: names the first parameter that is not.
@@ -83,14 +82,14 @@ def check_sharding(module: nn.Module, island: int, place: int, given: str) -> No
             )
         if mesh.size() != island:
             raise UserError(
-                f"island: expected {mesh.size()}, because the model is divided among "
-                f"{mesh.size()} ranks, got {given or island}; pass the same number to "
+                f"--island: expected {mesh.size()}, because the model is divided among "
+                f"{mesh.size()} ranks, got {island}; pass the same number to "
                 "island_mesh() and DataParallel"
             )
         if mesh.get_local_rank() != place:
             raise UserError(
-                f"island: expected this rank at place {mesh.get_local_rank()} of its island, as in "
-                f"the model's mesh, got {place}; pass the run's island and servers to "
+                f"--island: expected this rank at place {mesh.get_local_rank()} of its island, as "
+                f"in the model's mesh, got {place}; pass the run's island and servers to "
                 "island_mesh()"
             )
 

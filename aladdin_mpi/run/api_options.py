@@ -13,7 +13,7 @@ from torch import nn
 from aladdin_mpi.control.exchange import all_or_none
 from aladdin_mpi.errors import ClosedError, UserError
 from aladdin_mpi.flat.parts import outside_parts
-from aladdin_mpi.flat.shards import own_class
+from aladdin_mpi.flat.shards import is_sharded, own_class
 from aladdin_mpi.options.algorithms import Algorithm, find_algorithm
 from aladdin_mpi.options.checks import steps_unused
 from aladdin_mpi.options.general import OWN_DATA
@@ -101,6 +101,19 @@ def check_given(module: object, evaluate: object, settings: dict[str, Any]) -> N
         raise UserError(
             "DataParallel: evaluate: expected a function of the module that returns figures by "
             f"name, got {type(evaluate).__name__}; pass the function itself"
+        )
+
+
+def check_memory_format(module: nn.Module, options: RunOptions) -> None:
+    """Check that the memory of a model's parameters can be laid out as the options say.
+
+    Raises:
+        UserError: FSDP has divided them.
+    """
+    if options.channels_last and is_sharded(module):
+        raise UserError(
+            "--channels-last requires whole parameters, and those of this model are divided by "
+            "fully_shard. Leave one out."
         )
 
 

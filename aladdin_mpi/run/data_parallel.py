@@ -34,6 +34,7 @@ from aladdin_mpi.process import console, guard, heap
 from aladdin_mpi.run.api_options import (
     agreed_options,
     check_given,
+    check_memory_format,
     check_parts,
     for_one_process,
     naming_arguments,
@@ -194,6 +195,7 @@ class DataParallel:
         all_or_none(
             transport, lambda: check_parts(module, self._parts, self.algorithm, self.options)
         )
+        all_or_none(transport, lambda: check_memory_format(module, self.options))
         if is_real:
             module = module.to(self.device)
             if self.options.channels_last:

@@ -294,8 +294,7 @@ def _cut_sharded(
     check_servers_of_parts(islands.servers, parts)
     place = islands.lane(transport.rank)
     assert place is not None
-    given = options.island_flag and f"{options.island_flag} {options.island}"
-    check_sharding(module, parts, place, given)
+    check_sharding(module, parts, place)
     servers = islands.servers // parts
     sizes = options.bucket_mb, options.shard_mb
     lanes = make_sharded_lanes(ranges(module, parts), lambda n: cut(n, servers, *sizes))
