@@ -278,13 +278,12 @@ def test_simulate_rejects_unsuitable_script(
 def test_sharded_gpt_trains_and_is_resumed(tmp_path: Path) -> None:
     """Two islands of two divide the model; the same command continues, or ends at once."""
     words = [str(PARALLEL / "sharded_gpt.py"), "--epochs"]
-    how = {"cwd": tmp_path, "env": {**HERE, "PYTHONPATH": f"{ROOT}:{PARALLEL}"}}
-    for epochs in (1, 2):
-        run_ranks(4, [*words, str(epochs)], **how)
+    env = {**HERE, "PYTHONPATH": f"{ROOT}:{PARALLEL}"}
+    ended = [run_ranks(4, [*words, n], cwd=tmp_path, env=env) for n in ("1", "2", "2")]
     lines = metrics(tmp_path / "sharded-gpt", "eval")
     losses = [line["test_loss"] for line in lines]
     assert [line["epoch"] for line in lines] == [1, 2] and 2.2 < losses[0] < 2.8 > losses[1] + 0.2
     assert summary(tmp_path / "sharded-gpt")["test_loss"] == losses[1]
-    assert "is complete" in run_ranks(4, [*words, "2"], **how).stdout
+    assert "is complete" in ended[2].stdout and "test loss" not in ended[2].stdout
     state = torch.load(tmp_path / "sharded-gpt" / "model.pt")
     assert state["letters.weight"].shape[1] == 64

@@ -664,6 +664,12 @@ class DataParallel:
         if self.is_server:
             return iter(())
         with self._error_wording():
+            if self._ready().context.is_sharded:
+                raise UserError(
+                    "run.evaluation_batches() requires whole models, as workers get different "
+                    "numbers of batches, and FSDP has divided this model. Pass evaluate= to "
+                    "DataParallel, or all data to every worker."
+                )
             share = evaluation_share(data, sharded, self._ready().worker, self.options)
         return map(self._deliver, share)
 

@@ -124,6 +124,13 @@ def test_samples_that_an_island_cannot_divide_are_passed_over(tmp_path: Path, sa
     assert figures["gradients_computed"] == 2 * 6
 
 
+@pytest.mark.parametrize("algorithm", ["ar-sgd", "aladdin-ahead"])
+def test_members_leave_the_loop_together(tmp_path: Path, algorithm: str) -> None:
+    *workers, figures = reports(train(tmp_path, algorithm, how=["left"]))
+    assert len({each["test_loss"] for each in workers}) == 1
+    assert 48 <= figures["samples"] < 768
+
+
 @pytest.mark.parametrize("algorithm", ["ar-sgd", "aladdin"])
 def test_sharded_run_is_resumed(tmp_path: Path, algorithm: str) -> None:
     """Its checkpoint has a part for each rank; the resumed run equals an uninterrupted one."""
@@ -158,6 +165,7 @@ def test_sharded_run_is_resumed(tmp_path: Path, algorithm: str) -> None:
         ("ar-sgd", {"mesh": 4, "island": 4}, ["rank 3", "fewer rows", "smaller islands"]),
         ("ar-sgd", {"how": ["only a layer"]}, ["0.0.weight", "fully_shard"]),
         ("ar-sgd", {"how": ["divided by columns"]}, ["0.0.weight", "fully_shard"]),
+        ("ar-sgd", {"how": ["epochs", "batches"]}, ["evaluation_batches()", "evaluate="]),
         ("ar-sgd", {"compression": "powersgd"}, ["island", "compression powersgd"]),
         ("ar-sgd", {"channels_last": True}, ["channels_last", "fully_shard"]),
         ("ar-sgd", {"ar_sgd": {"allreduce": "torch"}}, ["all-reduce torch", "process group"]),

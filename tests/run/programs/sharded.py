@@ -87,12 +87,16 @@ if "epochs" in how:
     for epoch in run.epochs(TensorDataset(inputs, labels)):
         for batch in epoch:
             step(*batch)
+        if "batches" in how:
+            run.evaluation_batches(TensorDataset(inputs, labels))
         with torch.no_grad():  # leaves gathered parameters, as backward does not free them
             correct = (model(inputs).argmax(1) == labels).sum() if not run.is_server else 0
         total = run.reduce(correct, "sum")
         run.print(f"epoch {epoch}: {total / run.workers / len(inputs):.4f}")
 else:
-    for batch in run.batches(TensorDataset(inputs, labels)):
+    for number, batch in enumerate(run.batches(TensorDataset(inputs, labels))):
+        if "left" in how and number == 3:
+            break
         step(*batch)
 if not run.is_server:
     figures = {name: f"{value:.6g}" for name, value in evaluate(model.eval()).items()}
