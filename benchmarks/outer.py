@@ -34,11 +34,11 @@ from benchmarks.outer_rules import (
     MARGIN,
     OURS,
     STREAMING,
-    TARGETS,
     WIRES,
     Aim,
     Rule,
     rules,
+    target,
     tune,
 )
 
@@ -123,11 +123,6 @@ class Runs:
             self._store.put(run, figures, self._commit)
         print(f"{figures['loss']}, {figures['seconds']:.0f} steps: {run.key}", file=sys.stderr)
         return figures
-
-
-def target(cell: Cell) -> float:
-    """Return the loss to which times are measured in a cell."""
-    return TARGETS.get((cell.task, cell.steps), 4.0)
 
 
 def results_of(
