@@ -41,6 +41,11 @@ class Lane:
         self._places = [*accumulate(lengths, initial=0)]
         """Starts of the ranges in the lane's vector, and its length."""
 
+    @property
+    def parts(self) -> list[slice]:
+        """The parts of the whole vector that form the lane's."""
+        return self.widen(slice(0, self._places[-1]))
+
     def narrow(self, part: slice) -> slice:
         """Return the lane's share of a part of the whole vector, as a part of the lane's vector."""
         return slice(self._place(part.start), self._place(part.stop))

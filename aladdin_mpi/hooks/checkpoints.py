@@ -50,8 +50,9 @@ from aladdin_mpi.process import files, guard
 from aladdin_mpi.process.files import check_own_folder, remove_tree, shown, write_whole
 from aladdin_mpi.session.context import Context, collect_model, versions
 from aladdin_mpi.session.coordinator import Coordinator, RunHook, SegmentEnd
+from aladdin_mpi.session.islands import Islands
 from aladdin_mpi.session.plan import Origin, Plan
-from aladdin_mpi.session.resizing import StateAssembly, report_resize, share, taken
+from aladdin_mpi.session.resizing import StateAssembly, counts_of, report_resize, share, taken
 from aladdin_mpi.session.session import Session
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.worker.role import Role
@@ -379,14 +380,15 @@ def find_origin(transport: Transport, options: RunOptions, algorithm: Algorithm)
         return Origin(workers, servers, begun=(servers, workers))
     store = CheckpointStore(Path(options.resume))
     stored = all_or_none(transport, lambda: store.manifest() if transport.rank == 0 else {})
-    names = ("ranks", "option", "past", "schedule_step", "begun")
+    names = ("ranks", "option", "past", "schedule_step", "begun", "islands", "lanes")
     manifest = broadcast(transport, {name: stored.get(name) for name in names})
     if algorithm.has_servers:
         servers = int(manifest["option"]["servers"])
     workers = manifest["ranks"] - servers
     past = tuple(Period(tuple(taken)) for taken in manifest["past"] or ())  # older: no past
     begun: Sequence[int] = manifest["begun"] or (servers, workers)
-    return Origin(workers, servers, past, manifest["schedule_step"], (begun[0], begun[1]))
+    islands = manifest["islands"] or (), manifest["lanes"] or 1
+    return Origin(workers, servers, past, manifest["schedule_step"], (begun[0], begun[1]), *islands)
 
 
 def identity(options: RunOptions) -> dict[str, Any]:
@@ -414,6 +416,7 @@ class Checkpoints(RunHook):
             "data": {"samples": length},
             "model": describe_state(context.module),
         }
+        self._islands = context.islands.as_json()
         self._plan = plan
         self._saved: int | None = None
 
@@ -449,7 +452,7 @@ class Checkpoints(RunHook):
     def _write(self, end: SegmentEnd, state: dict[str, Any]) -> str:
         """Write a checkpoint; return on every rank the reason if it cannot be written."""
         transport, store, drawn = self._transport, self._store, end.drawn
-        origin = end.origin.as_json(self._plan.schedule_step)
+        origin = end.origin.as_json(self._plan.schedule_step) | self._islands
         about = {**self._about, "version": versions(), "moment": end.moment, **origin}
         entries: list[dict[str, Any] | None] = []
 
@@ -505,26 +508,39 @@ class Checkpoints(RunHook):
         context, origin, transport = session.context, session.origin, self._transport
         first = transport.rank == 0
         state = all_or_none(transport, lambda: self._load(resizes=True) if first else None)
-        parts = StateAssembly(self._store.part, origin, context, session.role)
-        merged = all_or_none(transport, lambda: parts.merged() if first else None)
-        if merged is not None and state is not None:
-            merged.granted = state["keeper"].get("granted", ())[origin.servers :]
-        merged = share(transport, merged)
-        past = (*origin.past, Period(taken(merged)))
+        former, among = origin.ranks, context.among
+
+        def merge() -> MergedState | None:
+            if among.rank:
+                return None
+            return StateAssembly(self._store.part, former, context, session.role).merged()
+
+        merged = all_or_none(transport, merge)
+        of_all = merged  # with islands, the others are those of a lane
+        if first and former.size > 1:
+            counts = counts_of(self._store.part, former)
+            of_all = MergedState(torch.empty(0), {}, counts=counts)
+        if of_all is not None and state is not None:
+            of_all.granted = state["keeper"].get("granted", ())[origin.servers :]
+        merged = share(among, merged)
+        now_taken = broadcast(transport, taken(of_all) if first and of_all is not None else None)
+        past = (*origin.past, Period(tuple(now_taken)))
         begun = context.servers, context.workers
         now = Origin(context.workers, context.servers, past, origin.schedule_step, begun)
-        session.resize(state, merged, now)
-        all_or_none(transport, lambda: self._restore_local(session, origin))
+        session.resize(state, merged, now, of_all or merged)
+        all_or_none(transport, lambda: self._restore_local(session, former))
         if first and not context.options.quiet:
             report_resize(context.algorithm, origin, now, lr)
 
-    def _restore_local(self, session: Session, origin: Origin) -> None:
+    def _restore_local(self, session: Session, former: Islands) -> None:
         """Restore the local state of the worker of this number; a new one only gets buffers."""
-        if session.context.is_server:
+        context, rank = session.context, self._transport.rank
+        if context.is_server:
             return
-        worker = self._transport.rank - session.context.servers
-        is_new = worker >= origin.workers
-        part = self._store.part(origin.servers + (0 if is_new else worker))
+        island = context.islands.number(rank)
+        is_new = island >= len(former.members)
+        members = former.members[0 if is_new else island]
+        part = self._store.part(members[context.island.index(rank)])
         if part is not None:
             restore = session.local.share_buffers if is_new else session.local.load_state_dict
             restore(part["local"])

@@ -92,7 +92,6 @@ def _conflicts(algorithm: Algorithm, options: GeneralOptions) -> Iterator[str]:
     for flag, is_given, why in (
         ("--max-loss", options.max_loss is not None, "which checks the loss of each worker"),
         ("--compression dgc", compression == "dgc" and algorithm.collective, in_collective),
-        ("--allow-resize", options.allow_resize, "as each island is one worker"),
     ):
         if island and is_given:
             yield f"{island} cannot be combined with {flag}, {why}. Leave one out."

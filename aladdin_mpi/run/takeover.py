@@ -189,8 +189,13 @@ def take_over(session: Session, takeover: Takeover) -> None:
     context, plan, origin = session.context, takeover.plan, takeover.origin
     transport, is_first = context.transport, context.transport.rank == COORDINATOR
     parts = _StateParts(transport, takeover)
-    assembly = StateAssembly(parts.of, origin, context, session.role)
-    merged = all_or_none(transport, lambda: assembly.merged() if is_first else None)
+
+    def merge() -> MergedState | None:
+        if not is_first:
+            return None
+        return StateAssembly(parts.of, origin.ranks, context, session.role).merged()
+
+    merged = all_or_none(transport, merge)
     parts.end()
     if merged is not None:
         merged.granted = plan.accounting["granted"][origin.servers :]

@@ -241,23 +241,20 @@ def make_context(
         if is_sharded:
             _check_sharded(transport, options, algorithm)
         islands = make_islands(transport, options, algorithm, servers)
-        of_lane, workers = servers // islands.lanes, len(islands.members)
 
         def cut_model() -> Sequence[Lane]:
-            layout = make_layout(options, algorithm, whole, of_lane, workers)
-            if project:
-                layout = between_parameters(layout, whole.sizes)
-            _check_servers(options, whole.numel, layout)
-            return make_lanes(layout, islands.lanes)
+            return _cut(options, algorithm, module, whole, islands, project)
 
         lanes: Sequence[Lane]
-        if is_sharded:
-            lanes = _cut_sharded(transport, options, algorithm, module, islands)
-        elif isinstance(whole, Replica):
+        if isinstance(whole, Replica):
             lanes = cut_model()
         else:  # the same on all ranks of a simulation
             key = "lanes", id(module), servers, transport.size
             lanes = once(transport, key, cut_model)
+        if is_sharded:
+            place = islands.lane(transport.rank)
+            assert place is not None
+            check_sharding(module, islands.size, place)
         context = Context(
             transport, options, algorithm, module, whole, islands, lanes, numbers, project, parts
         )
@@ -282,25 +279,60 @@ def _check_sharded(transport: Transport, options: RunOptions, algorithm: Algorit
         )
 
 
-def _cut_sharded(
-    transport: Transport,
+def _cut(
     options: RunOptions,
     algorithm: Algorithm,
     module: nn.Module,
+    whole: Replica | PhantomReplica,
     islands: Islands,
-) -> list[Lane]:
-    """Return the lanes of a model that FSDP has divided among the ranks of an island."""
-    parts = islands.size
-    check_servers_of_parts(islands.servers, parts)
-    place = islands.lane(transport.rank)
-    assert place is not None
-    check_sharding(module, parts, place)
-    servers = islands.servers // parts
-    sizes = options.bucket_mb, options.shard_mb
-    lanes = make_sharded_lanes(ranges(module, parts), lambda n: cut(n, servers, *sizes))
-    for lane in lanes:
-        _check_servers(options, lane.layout.numel, lane.layout)
-    return lanes
+    project: Sequence[Projection] = (),
+) -> Sequence[Lane]:
+    """Return the lanes of a model for these islands.
+
+    Raises:
+        UserError: it has too few parameters for the lanes or servers.
+    """
+    servers = islands.servers // islands.lanes
+    if isinstance(whole, Replica) and whole.is_sharded:
+        check_servers_of_parts(islands.servers, islands.size)
+        sizes = options.bucket_mb, options.shard_mb
+        held = ranges(module, islands.size)
+        lanes = make_sharded_lanes(held, lambda numel: cut(numel, servers, *sizes))
+        for lane in lanes:
+            _check_servers(options, lane.layout.numel, lane.layout)
+        return lanes
+    layout = make_layout(options, algorithm, whole, servers, len(islands.members))
+    if project:
+        layout = between_parameters(layout, whole.sizes)
+    _check_servers(options, whole.numel, layout)
+    return make_lanes(layout, islands.lanes)
+
+
+def former_lane(context: Context, lane: Lane, former: Islands) -> Lane:
+    """Return one of this run's lanes as it was with the islands that wrote a checkpoint.
+
+    Raises:
+        UserError: it had other parts of the model.
+    """
+    now = context.islands
+    has_lanes = now.lanes == now.size or now.size == 1
+    if (former.size, former.lanes) == (now.size, now.lanes) and has_lanes:
+        lanes = _cut(
+            context.options,
+            context.algorithm,
+            context.module,
+            context.whole,
+            former,
+            context.project,
+        )
+        if lane.count == 1 or lanes[lane.number].parts == lane.parts:
+            return lanes[lane.number]
+    raise UserError(
+        f"--allow-resize: the checkpoint is of islands of {former.size} with {former.lanes} lanes "
+        f"and {former.servers} servers, this run has islands of {now.size} with {now.lanes} lanes "
+        f"and {now.servers} servers, and so other parts of the model on each rank. Change only "
+        "the number of islands, each with a lane for every rank."
+    )
 
 
 def _check_whole_parameters(context: Context) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import gcd
-from typing import Literal
+from typing import Any, Literal
 
 from aladdin_mpi.control.tags import COORDINATOR
 from aladdin_mpi.errors import ExcludedError, LostError, UserError
@@ -38,6 +38,10 @@ class Islands:
     def of_single_ranks(cls, servers: int, ranks: int) -> Islands:
         """Return islands of one worker each."""
         return cls(servers, [[rank] for rank in range(servers, ranks)])
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the entries for a checkpoint's manifest; none for islands of one rank."""
+        return {} if self.size == 1 else {"islands": self.members, "lanes": self.lanes}
 
     @property
     def size(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from aladdin_mpi.data.sampler import Period
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.reader import LARGEST_WHOLE
 from aladdin_mpi.options.run import RunOptions
+from aladdin_mpi.session.islands import Islands
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,8 @@ class Origin:
         past: periods with other numbers of workers.
         schedule_step: samples between steps of a scheduler, if the run has started; else None.
         begun: servers and workers last requested by the user; some may have failed since.
+        islands: the ranks of each island, if several are one worker of the algorithm.
+        lanes: number of lanes of these.
     """
 
     workers: int
@@ -28,6 +32,15 @@ class Origin:
     past: tuple[Period, ...] = ()
     schedule_step: int | None = None
     begun: tuple[int, int] | None = None
+    islands: Sequence[Sequence[int]] = ()
+    lanes: int = 1
+
+    @property
+    def ranks(self) -> Islands:
+        """All ranks."""
+        if not self.islands:
+            return Islands.of_single_ranks(self.servers, self.servers + self.workers)
+        return Islands(self.servers, self.islands, self.lanes)
 
     @property
     def first_workers(self) -> int:

@@ -1,8 +1,9 @@
 """Reading a checkpoint with other numbers of workers and servers than those that wrote it.
 
-Rank 0 reads all parts, one after another, merges them and broadcasts what all ranks need.
-Each worker reads the rest of its state (random numbers, buffers, the training loop's state)
-from the part of the previous worker with its number.
+Rank 0 reads all parts, one after another, merges them and broadcasts what all ranks need; with
+islands, the first rank of each lane does so for its lane. Each worker reads the rest of its state
+(random numbers, buffers, the training loop's state) from the part of the previous worker with its
+number.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from aladdin_mpi.flat.state import MergedState, numbers
 from aladdin_mpi.optimizers.sgd import LearningRate
 from aladdin_mpi.options.algorithms import Algorithm
 from aladdin_mpi.process import console
-from aladdin_mpi.session.context import Context, make_layout
+from aladdin_mpi.session.context import Context, former_lane
+from aladdin_mpi.session.islands import Islands
 from aladdin_mpi.session.plan import Origin
 from aladdin_mpi.session.session import traffic_in
 from aladdin_mpi.transport.base import Transport
@@ -37,27 +39,33 @@ class StateAssembly:
 
     For a lost server, the workers have the model, and a replica has the rest.
 
+    With islands, the first rank of each lane merges the states of this lane.
+
     Args:
         part: returns a rank's state, called in rank order; None for a lost one.
-        origin: the ranks that wrote the states.
+        former: the ranks that wrote the states.
         context: context of this run.
-        role: rank 0's role.
+        role: this rank's role.
+
+    Raises:
+        UserError: the former lanes had other parts of the model.
     """
 
     def __init__(
         self,
         part: Callable[[int], dict[str, Any] | None],
-        origin: Origin,
+        former: Islands,
         context: Context,
         role: Role,
     ) -> None:
-        algorithm, like = context.algorithm, context.whole.parameters
-        self._layout = layout = make_layout(
-            context.options, algorithm, context.whole, origin.servers, origin.workers
-        )
+        like, lane = context.whole.parameters, context.lane
+        assert lane is not None
+        self._layout = layout = former_lane(context, lane, former).layout
         self._part = part
-        self._algorithm = algorithm
-        self._origin = origin
+        self._algorithm = context.algorithm
+        ranks = former.ranks(lane.number)
+        servers = former.servers // former.lanes
+        self._ranks_of_servers, self._ranks_of_workers = ranks[:servers], ranks[servers:]
         self._role = role
         self._lost_buckets: list[Bucket] = []
         self._replicas: dict[int, Mapping[str, Any]] = {}
@@ -73,17 +81,16 @@ class StateAssembly:
         """
         servers = self._servers()
         merged, count = MergedState(self._model, {}), 0
-        for worker in range(self._origin.workers):
-            part = self._read(self._origin.servers + worker)
-            merged.counts.append(None if part is None else numbers(traffic_in(part) | part["role"]))
+        for worker, rank in enumerate(self._ranks_of_workers):
+            part = self._read(rank)
+            merged.counts.append(None if part is None else _counts(part))
             if part is None:
                 continue
             state, count = part["role"], count + 1
             self._add_model(state, state.pop("parameters"))
             known = merged.worker if count > 1 else None
-            merged.worker = self._role.merge_worker(
-                known, state, count, worker, self._origin.workers
-            )
+            workers = len(self._ranks_of_workers)
+            merged.worker = self._role.merge_worker(known, state, count, worker, workers)
         if not count:
             raise LostError("no surviving rank has a worker's state to continue from")
         if isinstance(self._role, ServerAlgorithm):
@@ -94,7 +101,7 @@ class StateAssembly:
 
     def _servers(self) -> list[dict[str, Any] | None]:
         """Return the servers' states without the model; None for a lost server."""
-        parts = [self._read(rank) for rank in range(self._origin.servers)]
+        parts = [self._read(rank) for rank in self._ranks_of_servers]
         for server, part in enumerate(parts):
             if part is None:
                 self._lost_buckets += self._layout.owned_by(server)
@@ -132,6 +139,18 @@ class StateAssembly:
             self._weights[bucket.index] += weight
             mine, theirs = self._model[bucket.part], parameters[bucket.part]
             mine.add_(theirs - mine, alpha=weight / self._weights[bucket.index].item())
+
+
+def counts_of(
+    part: Callable[[int], dict[str, Any] | None], former: Islands
+) -> list[dict[str, float] | None]:
+    """Return the counts of all ranks that computed; None for a lost one. Called at rank 0."""
+    parts = (part(rank) for island in former.members for rank in island)
+    return [None if each is None else _counts(each) for each in parts]
+
+
+def _counts(part: dict[str, Any]) -> dict[str, float]:
+    return numbers(traffic_in(part) | part["role"])
 
 
 def taken(merged: MergedState) -> tuple[int | None, ...]:

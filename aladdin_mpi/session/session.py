@@ -262,16 +262,26 @@ class Session:
         self.began_at = self._drawn
         return granted
 
-    def resize(self, state: dict[str, Any] | None, merged: MergedState, origin: Origin) -> None:
+    def resize(
+        self,
+        state: dict[str, Any] | None,
+        merged: MergedState,
+        origin: Origin,
+        of_all: MergedState,
+    ) -> None:
         """Continue from a checkpoint of other numbers of ranks, merged into ``merged``.
 
-        ``state`` is the state of its rank 0, on rank 0; ``origin`` that of the run from here on.
+        Args:
+            state: of its rank 0, on rank 0.
+            merged: of the ranks that trained this rank's lane.
+            origin: of the run from here on.
+            of_all: has the counts of all workers, on rank 0.
         """
         self.origin = origin
         self._continue_from(state)
         if self.coordinator is not None and state is not None:
             self.coordinator.load_state_dict(state["keeper"])
-            self.coordinator.resize(merged)
+            self.coordinator.resize(of_all)
         self._distribute(merged)
 
     def take_over(

@@ -14,7 +14,7 @@ from aladdin_mpi.advice import learning
 from aladdin_mpi.options.run import SimulateOptions, read_request
 from benchmarks import outer, outer_advice
 from benchmarks.outer_cells import PARAMETERS, Cell, Run, carry_out, time_to
-from benchmarks.outer_rules import RATES, Rule, parent, rules, score, tune
+from benchmarks.outer_rules import RATES, Rule, parent, rules, score, target, tune
 from benchmarks.programs import outer_tasks
 
 EQUAL, SLOW = Cell(), Cell(speeds="slow 10")
@@ -126,7 +126,7 @@ def test_tuning_of_longer_run_keeps_setting_and_tunes_rate_again() -> None:
 @pytest.mark.parametrize("part", outer.PARTS)
 def test_every_cell_has_a_first_cell_and_a_target(part: str) -> None:
     for cell in outer.PARTS[part]:
-        assert outer.target(cell) < 4
+        assert target(cell) < 4
         above: Cell | None = cell
         while above is not None and (origin := parent(above)) is not None:
             above = origin[0]

@@ -159,6 +159,46 @@ def test_resumed_run_with_islands_equals_the_uninterrupted_one(
     assert summary(tmp_path / "whole") == summary(tmp_path / "half")
 
 
+@pytest.mark.parametrize("algorithm", ABLE)
+@pytest.mark.parametrize("workers", [2, 4, 8])
+def test_number_of_islands_changes(tmp_path: Path, algorithm: str, workers: int) -> None:
+    """Each lane is merged by itself; nothing is lost, and the model is the same at first."""
+    options = ["--algorithm", algorithm, *ISLANDS, "--servers", 2, "--quiet", "--eval-every", 0]
+    options += ["--hosts", 3, "--workers", 6, "--wire", "fp32", "--samples", 480]
+    options += ["--lr-scaling", "none"]
+    simulate(tmp_path, *options)
+    before = summary(tmp_path)
+    models = [torch.load(tmp_path / "model.pt")]
+    more = ["--resume", tmp_path, "--allow-resize", "--workers", workers, "--hosts", workers // 2]
+    if workers < 2 * ALGORITHMS[algorithm].least_workers:
+        completed = simulate(None, *more, "--samples", 480, check=False)
+        check_names(refusal(completed), "--island", "at least 2 islands")
+        return
+    simulate(None, *more, "--samples", 480)
+    models.append(torch.load(tmp_path / "model.pt"))
+    if algorithm != "aladdin":  # it applies the rest of its sums at the end, divided by n
+        assert all(torch.allclose(models[0][n], each, atol=1e-6) for n, each in models[1].items())
+    simulate(None, *more, "--samples", 960)
+    after = summary(tmp_path)
+    assert after["samples"] == 960 and after["workers"] == workers
+    assert after["gradients_computed"] == after["gradients_applied"] > before["gradients_computed"]
+    assert after["test_loss"] < 2.3  # chance
+
+
+@pytest.mark.parametrize(
+    ("former", "now"),
+    [
+        ([*ISLANDS, "--servers", 2], ["--island", 1, "--workers", 3, "--hosts", 3]),
+        (["--servers", 2], [*ISLANDS, "--workers", 4, "--hosts", 2]),
+        ([*ISLANDS, "--servers", 2], ["--servers", 4, "--workers", 8, "--hosts", 4]),
+    ],
+)
+def test_lanes_cannot_change(tmp_path: Path, former: list[Any], now: list[Any]) -> None:
+    run(tmp_path, "--algorithm", "aladdin", *former, "--samples", 480)
+    completed = simulate(None, "--resume", tmp_path, "--allow-resize", *now, check=False)
+    check_names(refusal(completed), "island")
+
+
 @pytest.mark.parametrize(
     ("options", "names"),
     [

@@ -155,6 +155,19 @@ def test_sharded_run_is_resumed(tmp_path: Path, algorithm: str) -> None:
         assert check(again, 384)["test_loss"] < 1.1
 
 
+@pytest.mark.parametrize(("algorithm", "ranks"), [("ar-sgd", 6), ("aladdin-ahead", 8)])
+def test_number_of_islands_changes(tmp_path: Path, algorithm: str, ranks: int) -> None:
+    """The third island starts from the global model; a part of it remains with each rank."""
+    folder = tmp_path / "run"
+    before = check(train(tmp_path, algorithm, epochs=2), 192)
+    again = {"resume": str(folder), "run_dir": None, "allow_resize": True, "ranks": ranks}
+    *workers, figures = reports(train(tmp_path, algorithm, **again, epochs=8))
+    assert len(workers) == 6 and len({each["test_loss"] for each in workers}) == 1
+    assert figures["samples"] == 768
+    assert figures["gradients_computed"] == figures["gradients_applied"] == 24 + 72
+    assert figures["test_loss"] < 0.6 * before["test_loss"]
+
+
 @pytest.mark.parametrize(
     ("algorithm", "given", "names"),
     [
