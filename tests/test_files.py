@@ -19,7 +19,7 @@ from aladdin_mpi.options.run import SUMMARY
 from aladdin_mpi.process import files
 from aladdin_mpi.process.files import append, write_new, write_whole, written_whole
 from aladdin_mpi.run import run_folder
-from aladdin_mpi.run.run_folder import MODEL
+from aladdin_mpi.run.trained_model import FILE
 from tests.commands import refusal, simulate
 
 
@@ -138,7 +138,7 @@ def test_run_rejects_subfolder_that_is_a_link(tmp_path: Path, name: str) -> None
 def test_run_replaces_links_by_its_own_files(tmp_path: Path, foreign: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    names = (MODEL, SUMMARY, METRICS, "config.toml", "curves.png")
+    names = (FILE, SUMMARY, METRICS, "config.toml", "curves.png")
     for name in names:
         (run / name).symlink_to(tmp_path / "not there")
     simulate(run, *SHORT)

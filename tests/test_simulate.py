@@ -10,9 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from aladdin_mpi.options.run import SimulateOptions, parse
-from tests.commands import metrics, simulate, summary
+from tests.commands import metrics, refusal, simulate, summary
+from tests.messages import check_names
 from tests.pasted import check
 
 PLAN = ["--workers", 4, "--hosts", 2, "--samples", 1600, "--batch-size", 16, "--jitter", 0.2]
@@ -34,6 +37,21 @@ def a_busy_machine() -> Iterator[None]:
 def results(run_dir: Path) -> list[bytes]:
     names = ("metrics.jsonl", "model.pt", "summary.json")
     return [(run_dir / name).read_bytes() for name in names]
+
+
+def test_model_is_written_for_torch_distributed_checkpoint(tmp_path: Path) -> None:
+    options = ["--samples", 320, "--quiet", "--model-format"]
+    for form in ("pt", "dcp"):
+        simulate(tmp_path / form, *options, form)
+    for _ in range(2):  # the second replaces the folder
+        completed = simulate(tmp_path / "dcp", *options, "dcp", "--overwrite")
+        assert not completed.stderr
+    whole = torch.load(tmp_path / "pt" / "model.pt")
+    state = {name: torch.zeros_like(each) for name, each in whole.items()}
+    load(state, checkpoint_id=tmp_path / "dcp" / "model", no_dist=True)
+    assert all(torch.equal(whole[name], each) for name, each in state.items())
+    completed = simulate(tmp_path / "dcp", *options, "pt", check=False)
+    check_names(refusal(completed), "--run-dir", "model")
 
 
 def test_simulation_is_deterministic_for_a_seed(tmp_path: Path) -> None:

@@ -541,6 +541,13 @@ class GeneralOptions(BaseModel):
         details="units: samples (default), epochs, min, s; a final one is always written",
         common=True,
     )
+    model_format: Literal["pt", "dcp"] = output_option(
+        "pt",
+        "format of the trained model",
+        details="pt: model.pt, which torch.load reads; dcp: the folder model, which "
+        "torch.distributed.checkpoint reads, written by each rank of an island if FSDP has divided "
+        "the model",
+    )
     eval_every: NonNegativeFloat = output_option(
         1.0, "epochs between evaluations; 0: only at the end", "EPOCHS", common=True
     )

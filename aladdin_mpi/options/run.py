@@ -235,6 +235,7 @@ RESUME_FIELDS = (LOCAL_FIELDS - {"run_dir", "overwrite"}) | {
     "corrupt_images",
     "evaluate_on",
     "log_every",
+    "model_format",
     "spares",
     "worker_timeout",
 }

@@ -21,6 +21,7 @@ from aladdin_mpi.process import console, guard
 from aladdin_mpi.process.files import shown
 from aladdin_mpi.run.run_folder import OpenFolder
 from aladdin_mpi.run.summary import summarise
+from aladdin_mpi.run.trained_model import write_parts
 from aladdin_mpi.session.context import Context, collect_model, warn_of_differences
 from aladdin_mpi.session.coordinator import RunEnd
 from aladdin_mpi.session.session import Session
@@ -114,6 +115,7 @@ class Rank:
         if session.coordinator is not None:
             session.coordinator.failures.complete()
         self.evaluations.measure_divided(model)
+        write_parts(context, self.folder.path)
         summary = summarise(
             context,
             role,

@@ -25,6 +25,7 @@ from aladdin_mpi.options.reader import build, read_toml, to_toml
 from aladdin_mpi.options.run import CONFIG_NAME, RESIZE_FIELDS, SUMMARY, RunOptions
 from aladdin_mpi.process import files, guard
 from aladdin_mpi.process.files import check_own_folder, open_own, write_whole
+from aladdin_mpi.run import trained_model
 from aladdin_mpi.run.report import CURVES
 from aladdin_mpi.transport.base import Transport
 
@@ -129,8 +130,8 @@ def _owner(file: IO[str]) -> dict[str, Any]:
             time.sleep(0.05)
 
 
-MODEL = "model.pt"
-WRITTEN = (CONFIG_NAME, METRICS, SUMMARY, MODEL, CURVES, CHECKPOINT)
+MODELS = (trained_model.FILE, trained_model.FOLDER, trained_model.UNFINISHED)
+WRITTEN = (CONFIG_NAME, METRICS, SUMMARY, *MODELS, CURVES, CHECKPOINT)
 """Files that a run writes, which its folder must not contain at the start."""
 
 
@@ -249,7 +250,10 @@ def prepare(folder: Path, options: RunOptions) -> RunLock:
         for own in (CHECKPOINT, TENSORBOARD):
             check_own_folder(folder / own)
         for name in set(used).difference([CHECKPOINT]):
-            (folder / name).unlink()
+            if (folder / name).is_dir() and not (folder / name).is_symlink():
+                shutil.rmtree(folder / name)
+            else:
+                (folder / name).unlink()
         for old in (folder / TENSORBOARD).glob("events.*"):
             old.unlink()
         for old in CheckpointStore(folder).all():

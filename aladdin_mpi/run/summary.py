@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import aladdin_mpi
@@ -19,10 +18,10 @@ from aladdin_mpi.hooks.training_log import TrainingLog
 from aladdin_mpi.hooks.user_metrics import UserMetrics
 from aladdin_mpi.options.run import SUMMARY
 from aladdin_mpi.process import console, files
-from aladdin_mpi.process.files import shown, write_whole, written_whole
+from aladdin_mpi.process.files import shown, write_whole
+from aladdin_mpi.run import trained_model
 from aladdin_mpi.run.report import CURVES, draw_curves, table
-from aladdin_mpi.run.run_folder import MODEL
-from aladdin_mpi.session.context import Context, joined_parameters
+from aladdin_mpi.session.context import Context
 from aladdin_mpi.session.coordinator import Coordinator
 from aladdin_mpi.worker.role import Role, TrainingWorker
 
@@ -61,7 +60,7 @@ def summarise(
         mine |= {"given": role.server.given, "from_former": role.server.from_former}
     totals = [total or {} for total in gather(context.transport, mine)]
     means = user_metrics.means
-    joined = joined_parameters(context) if model is not None else {}
+    joined = trained_model.join(context)
     if coordinator is None or log is None:
         return {}
     servers = context.servers
@@ -86,11 +85,7 @@ def summarise(
     if skips.are_possible:
         paths = skips.paths
         summary |= {"images_skipped": len(paths), "skipped": paths}
-    if model is not None:
-        parts = context.module.state_dict()
-        state = {n: joined[n] if n in joined else part.cpu() for n, part in parts.items()}
-        with written_whole(folder / MODEL) as temporary, temporary.open("wb") as file:
-            torch.save(state, file)
+    trained_model.write(context, joined, folder)
     log.metrics.close()
     # Include ranks that failed during the evaluation: their gradients were applied before.
     with context.transport.atomic():

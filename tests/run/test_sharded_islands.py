@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from aladdin_mpi.options.algorithms import ALGORITHMS
 from tests.commands import checkpoint_part, metrics, refusal, summary
@@ -115,6 +116,21 @@ def test_passes_without_backward_between_steps_use_the_present_model(tmp_path: P
         (tmp_path / str(how)).mkdir()
         losses.append(check(train(tmp_path / str(how), "ar-sgd", how=how))["test_loss"])
     assert losses[0] == losses[1] < 1.0
+
+
+@pytest.mark.parametrize("algorithm", ["ar-sgd", "aladdin"])
+def test_ranks_write_their_parts_of_the_model(tmp_path: Path, algorithm: str) -> None:
+    """In the format of torch.distributed.checkpoint, which one process can read as a whole."""
+    check(train(tmp_path, algorithm, epochs=2, model_format="dcp"), 192)
+    folder = tmp_path / "run" / "model"
+    assert len(list(folder.glob("*.distcp"))) == 2 and not (folder.parent / "model.pt").exists()
+    (tmp_path / "file").mkdir()
+    check(train(tmp_path / "file", algorithm, epochs=2), 192)
+    whole = model_of(tmp_path / "file" / "run")
+    state = {name: torch.zeros_like(each) for name, each in whole.items()}
+    load(state, checkpoint_id=folder, no_dist=True)
+    apart = max(float((each - whole[name]).abs().max()) for name, each in state.items())
+    assert apart == 0 if algorithm == "ar-sgd" else apart < 0.2
 
 
 @pytest.mark.parametrize("samples", [93, 95])
