@@ -378,7 +378,7 @@ class ReplicatedIsland(Island):
         self._has_all = self._own is not None and len(lanes) == 1
         self._gradient = self._x if self._has_all else whole.new_vector()
         others_lanes = [lane for lane in lanes if lane.number != place]
-        model = wire.buffer(self.layout.numel) if others_lanes else self._x
+        model = wire.buffer_for(whole.parameters) if others_lanes else self._x
         sent = wire.buffer_for(self._gradient) if others_lanes else self._x
         self._links = [
             OwnerLink(
