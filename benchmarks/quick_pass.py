@@ -74,6 +74,7 @@ PASSES = (
     Pass("gradient"),
     Pass("kernels"),
     Pass("heap"),
+    Pass("island_memory"),
     Pass("peers"),
     Pass("torchft_diloco", needs_lab=True),
     Pass("allreduce", ("--megabytes", "0.04", "4", "--steps", "2", "--repeats", "1")),
