@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from aladdin_mpi.advice import bottleneck, candidates, learning
-from aladdin_mpi.advice.candidate_search import SHORT, CandidateResult, CandidateSearch
+from aladdin_mpi.advice.candidate_search import SHORT, TOO_LARGE, CandidateResult, CandidateSearch
 from aladdin_mpi.advice.candidates import Candidate, ClusterTraits
 from aladdin_mpi.advice.learning import SampleEfficiency
+from aladdin_mpi.advice.memory import worker_models
 from aladdin_mpi.advice.options import AdviceRequest, AdviseOptions, Change, grown
 from aladdin_mpi.advice.report import Advice, Scaling, as_data, as_text, draw
 from aladdin_mpi.comparison.figures import markdown, plain
@@ -43,6 +44,13 @@ def advise(request: AdviceRequest) -> Advice:
     efficiency = _sample_efficiency(request, on, pilot)
     search = CandidateSearch(request, on, f"size:{megabytes:.6g}", efficiency, report_progress)
     entries = search.run(names)
+    if all(entry.why_not == TOO_LARGE for entry in entries):
+        raise UserError(
+            f"--gpu-memory {request.options.gpu_memory:g}: expected room for "
+            f"{_least(entries, on):.3g} GB or more, which the candidate with the least needs "
+            "without activations. Divide the model among the GPUs of a node by fully_shard "
+            "(docs/your-script.md), or use GPUs with more memory."
+        )
     if entries[0].timed is None:
         raise UserError(
             f"--seconds {request.seconds(on.workers):g} is too short for one simulated run. "
@@ -54,6 +62,12 @@ def advise(request: AdviceRequest) -> Advice:
     report_progress("", 0, 0)
     _output(advice)
     return advice
+
+
+def _least(entries: Sequence[CandidateResult], on: ClusterTraits) -> float:
+    """Return the smallest GPU memory that a candidate needs, in GB."""
+    known = (worker_models(entry.candidate, on.node) for entry in entries)
+    return min(models[0] for models in known if models is not None) * on.megabytes / 1e3
 
 
 def _check_free(options: AdviseOptions) -> None:

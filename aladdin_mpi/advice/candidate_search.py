@@ -26,6 +26,7 @@ from aladdin_mpi.advice.candidates import (
     variants,
 )
 from aladdin_mpi.advice.learning import SampleEfficiency
+from aladdin_mpi.advice.memory import worker_models
 from aladdin_mpi.advice.options import AdviceRequest
 from aladdin_mpi.advice.timed_run import Processes, TimedRun
 from aladdin_mpi.options.run import SimulateOptions
@@ -57,6 +58,7 @@ NOTED = 0.05
 """Share of time above which waiting is mentioned."""
 CANNOT_WIN = "cannot win"
 NO_TIME = "no time"
+TOO_LARGE = "needs more than --gpu-memory"
 TIE = 0.01
 """Relative difference up to which candidates are equal, so that fewer servers win."""
 ERROR = 0.05
@@ -149,6 +151,7 @@ class CandidateSearch:
     ) -> None:
         self._request = request
         self._ground = ground
+        self._gigabytes = ground.megabytes / 1e3
         self._model = model
         self._share = share
         self._report_progress = report_progress
@@ -256,12 +259,21 @@ class CandidateSearch:
     def _first(self, candidates: Iterable[Candidate], pool: Processes) -> None:
         """Make short runs in the order of the upper bounds; cancel those that cannot win."""
         entries = [self._entry(candidate) for candidate in candidates]
+        for entry in entries:
+            entry.why_not = "" if self._has_memory(entry.candidate) else TOO_LARGE
+        entries = [entry for entry in entries if not entry.why_not]
         turns = {name: turn for turn, name in enumerate(EARLY)}
         entries.sort(key=lambda e: (-e.possible, turns.get(e.candidate.algorithm, len(turns))))
         futures = {self._submit(pool, entry, SHORT): entry for entry in entries}
         for future, timed in self._results(futures):
             futures[future].short = timed
             self._prune(futures)
+
+    def _has_memory(self, candidate: Candidate) -> bool:
+        """Return whether a GPU has the memory that a worker is known to need."""
+        given = self._request.options.gpu_memory
+        models = worker_models(candidate, self._ground.node)
+        return given is None or models is None or models[0] * self._gigabytes <= given
 
     def _prune(self, futures: Futures) -> None:
         best = self.best * (1 - TIE)

@@ -138,6 +138,13 @@ class AdviseOptions(BaseModel):
         "accuracy",
         "ranking criterion: accuracy (throughput times sample efficiency) or time (throughput)",
     )
+    gpu_memory: float | None = _option(
+        None,
+        "memory of a GPU without the model's activations; candidates that need more are left out, "
+        "by what was measured with SGD",
+        unit="GB",
+        gt=0,
+    )
     algorithms: tuple[str, ...] = _option(
         (), "algorithms to try, separated by commas or spaces", unit="NAME", default_text="all"
     )

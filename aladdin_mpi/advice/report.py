@@ -260,7 +260,7 @@ def _costs(advice: Advice) -> Iterator[str]:
         link = timed.links[0]
         way = "sends" if link.way == "out" else "receives"
         yield f"Traffic: host {link.host} {way} most, {_gigabytes(nbytes)} per day."
-    if (models := worker_models(advice.best.candidate)) is not None:
+    if (models := worker_models(advice.best.candidate, advice.ground.node)) is not None:
         device, pinned = (f"{n:g} models ({_gigabytes(n * megabytes * 1e6)})" for n in models)
         yield (
             f"Memory of a worker: {device} on its GPU and {pinned} in pinned host memory, with SGD "
@@ -436,7 +436,7 @@ def as_data(advice: Advice) -> dict[str, Any]:
             for change, rate, note in advice.tried
         ],
         "bytes_per_day_on_busiest_link": bytes_per_day(advice),
-        "worker_memory_in_models": worker_models(best),
+        "worker_memory_in_models": worker_models(best, on.node),
         "scaling": advice.scaling,
         "candidates": [_entry(advice, entry) for entry in advice.entries],
     }

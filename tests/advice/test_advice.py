@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from aladdin_mpi.advice import bottleneck, candidates, learning, memory, options, report
+from aladdin_mpi.advice import (
+    advising,
+    bottleneck,
+    candidates,
+    learning,
+    memory,
+    options,
+    report,
+)
 from aladdin_mpi.advice.candidate_search import CandidateResult
 from aladdin_mpi.advice.candidates import Candidate, ClusterTraits
 from aladdin_mpi.advice.learning import SampleEfficiency
@@ -19,6 +27,7 @@ from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import ALGORITHMS
 from aladdin_mpi.options.run import SimulateOptions
 from benchmarks.gpu_check import memory as gpu_memory
+from tests.messages import naming
 
 GBIT = 1e9 / 8
 FOUR = ClusterTraits([1.0] * 8, [2] * 4, [GBIT] * 4, 20.0, 0.1)
@@ -312,10 +321,29 @@ def test_memory_of_workers_is_that_of_the_gpu_guide() -> None:
 
 
 def test_memory_of_unmeasured_candidate_is_unknown() -> None:
-    assert memory.worker_models(Candidate("bsp", 1, False)) == (3.0, 2.1)
-    assert memory.worker_models(Candidate("bsp", 1, False, (("wire", "int8"),))) == (5.2, 2.1)
-    assert memory.worker_models(Candidate("shat", 1, False)) is None
-    assert memory.worker_models(Candidate("bsp", 1, False, (("island", "node"),))) is None
+    assert memory.worker_models(Candidate("bsp", 1, False), 4) == (3.0, 2.1)
+    assert memory.worker_models(Candidate("bsp", 1, False, (("wire", "int8"),)), 4) == (5.2, 2.1)
+    assert memory.worker_models(Candidate("shat", 1, False), 4) is None
+    assert memory.worker_models(Candidate("bsp", 1, False, (("island", "node"),)), 2) == (2.5, 4.05)
+
+
+NODES = ["--describe", "2 nodes with 2 workers, 25 Gbit/s, step 0.2 s", "--model", "size:40"]
+
+
+def test_candidates_without_enough_gpu_memory_are_left_out() -> None:
+    """40 MB: aladdin-ahead needs 0.57 GB, in an island of two 0.32 GB, ar-sgd 0.12 GB."""
+    words = ["--algorithms", "aladdin-ahead,ar-sgd", "--gpu-memory", "0.4", "--seconds", "30"]
+    data = report.as_data(advising.advise(options.read([*NODES, *words, "--quiet"])))
+    whys = {str(each["options"]): each.get("not_run") for each in data["candidates"]}
+    large = {name for name, why in whys.items() if why == "needs more than --gpu-memory"}
+    assert large == {each for each in whys if "aladdin-ahead" in each and "island" not in each}
+    assert large and data["worker_memory_in_models"][0] * 0.04 <= 0.4
+
+
+def test_gpus_without_memory_for_any_candidate_are_refused() -> None:
+    words = ["--algorithms", "bsp", "--gpu-memory", "0.04", "--quiet"]
+    with pytest.raises(UserError, match=naming("--gpu-memory", "fully_shard", "0.1 GB")):
+        advising.advise(options.read([*NODES, *words]))
 
 
 # -- candidates without a simulation -----------------------------------------------------------
