@@ -55,6 +55,8 @@ def end_group() -> None:
     One of gloo's threads may still hold a reference for a moment. If it were the last, the
     group would be destroyed in a thread that it has to join: "Resource deadlock avoided".
     """
+    if not torch.distributed.is_initialized():
+        return  # the program has ended it
     group = torch.distributed.group.WORLD
     torch.distributed.destroy_process_group()
     _ended[:] = [group]
@@ -209,7 +211,8 @@ class Meeting:
     def _own_address(self) -> str:
         if len({self.hosts[rank] for rank in self.members}) == 1:
             return "127.0.0.1"
-        address = os.environ.get("MASTER_ADDR") or socket.getfqdn()
+        given = os.environ.get("MASTER_ADDR") if self.members[0] == 0 else None
+        address = given or socket.getfqdn()
         try:
             socket.getaddrinfo(address, None)
         except OSError as error:  # torch would retry for minutes, without a useful message

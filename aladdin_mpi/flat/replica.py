@@ -235,9 +235,9 @@ class Replica(FlatModel):
     def set(self, vector: Tensor) -> None:
         """Set the model from another flat vector, on any device."""
         self.parameters.copy_(vector)
-        self._refresh()
+        self.refresh()
 
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
         """Copy the parameters with memory of their own from the vector."""
         if self.is_sharded:  # a pass without backward has left gathered parameters
             assert self.module is not None
@@ -276,7 +276,7 @@ class Replica(FlatModel):
     def bind_gradients(self, vector: Tensor) -> None:
         """Direct the next gradient into ``vector`` and refresh parameters with own memory."""
         if self.separate:
-            self._refresh()
+            self.refresh()
         self.gradients.bind(vector, self._cut)
 
     def end_backward(self, is_skipped: bool = False) -> None:
@@ -312,7 +312,7 @@ class Replica(FlatModel):
             for parameter, values in self._attached.items():
                 parameter.data = values
             self._attached = None
-            self._refresh()
+            self.refresh()
 
     def watch(self, layout: Layout, at_once: bool = True) -> BucketWatch:
         """Return a watch that reports buckets during backward, in order, as they are completed.
@@ -365,7 +365,7 @@ class PhantomReplica(FlatModel):
     def keep_buffers(self, *_: object) -> None:
         """Do nothing: no values exist."""
 
-    restore_buffers = bind_gradients = use_none = keep_buffers
+    restore_buffers = bind_gradients = use_none = refresh = keep_buffers
 
     def buffers(self) -> list[Tensor]:
         """Return an empty list."""

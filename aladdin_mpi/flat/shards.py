@@ -39,8 +39,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Return whether trainable parameters are divided among ranks."""
-    return any(is_divided(p) for p in module.parameters() if p.requires_grad)
+    """Return whether parameters, also frozen ones, are divided among ranks."""
+    return any(map(is_divided, module.parameters()))
 
 
 def reshard(module: nn.Module) -> None:

@@ -52,7 +52,7 @@ from aladdin_mpi.session.context import Context, collect_model, versions
 from aladdin_mpi.session.coordinator import Coordinator, RunHook, SegmentEnd
 from aladdin_mpi.session.islands import Islands
 from aladdin_mpi.session.plan import Origin, Plan
-from aladdin_mpi.session.resizing import StateAssembly, counts_of, report_resize, share, taken
+from aladdin_mpi.session.resizing import StateAssembly, joined_counts, report_resize, share, taken
 from aladdin_mpi.session.session import Session
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.worker.role import Role
@@ -415,6 +415,7 @@ class Checkpoints(RunHook):
             "optimizer": optimizer,
             "data": {"samples": length},
             "model": describe_state(context.module),
+            "divided by FSDP": context.is_sharded,
         }
         self._islands = context.islands.as_json()
         self._plan = plan
@@ -482,6 +483,9 @@ class Checkpoints(RunHook):
         context, origin = session.context, session.origin
         may_differ = context.options.allow_resize
         same = (origin.workers, origin.servers) == (context.workers, context.servers)
+        if same and not _are_same(origin.ranks, context.islands):
+            all_or_none(self._transport, lambda: _refuse_islands(context, origin.ranks))
+            same = False
         if not same and (may_differ or origin.fits(context.servers, context.workers)):
             with session.uncounted(), self._store.explaining():
                 self._resize(session, lr)
@@ -516,12 +520,10 @@ class Checkpoints(RunHook):
             return StateAssembly(self._store.part, former, context, session.role).merged()
 
         merged = all_or_none(transport, merge)
-        of_all = merged  # with islands, the others are those of a lane
-        if first and former.size > 1:
-            counts = counts_of(self._store.part, former)
-            of_all = MergedState(torch.empty(0), {}, counts=counts)
+        of_all = joined_counts(context, former, merged)
         if of_all is not None and state is not None:
-            of_all.granted = state["keeper"].get("granted", ())[origin.servers :]
+            granted = former.divided(state["keeper"].get("granted", ()))
+            of_all.granted = granted[origin.servers :]
         merged = share(among, merged)
         now_taken = broadcast(transport, taken(of_all) if first and of_all is not None else None)
         past = (*origin.past, Period(tuple(now_taken)))
@@ -544,6 +546,26 @@ class Checkpoints(RunHook):
         if part is not None:
             restore = session.local.share_buffers if is_new else session.local.load_state_dict
             restore(part["local"])
+
+
+def _are_same(former: Islands, now: Islands) -> bool:
+    """Return whether the same ranks form islands, with the same lanes."""
+    islands = [[*map(list, each.members)] for each in (former, now)]
+    return islands[0] == islands[1] and (now.size == 1 or former.lanes == now.lanes)
+
+
+def _refuse_islands(context: Context, former: Islands) -> None:
+    """Refuse a checkpoint whose parts belong to other places in islands, unless it is resized."""
+    if not context.options.allow_resize:
+        raise UserError(
+            f"--resume: the islands of the checkpoint had the ranks {_listed(former)}, and those "
+            f"of this run have {_listed(context.islands)}. Start the ranks in the same order on "
+            "the hosts, or add --allow-resize."
+        )
+
+
+def _listed(islands: Islands) -> str:
+    return " and ".join(", ".join(map(str, island)) for island in islands.members)
 
 
 def _restore_failed(session: Session, is_new: bool) -> None:

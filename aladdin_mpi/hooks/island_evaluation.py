@@ -1,6 +1,7 @@
 """Evaluation of a model that FSDP has divided: on the first island, between two segments.
 
-No rank has the whole model, so its members measure it together. Training waits meanwhile.
+No rank has the whole model, so the island's members measure it together. Training waits meanwhile,
+after the checkpoint of the segment.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from aladdin_mpi.hooks.evaluation import Evaluations
 from aladdin_mpi.hooks.measurement import Evaluate, Figures
 from aladdin_mpi.hooks.recorder import Metrics
 from aladdin_mpi.process.guard import no_exit
-from aladdin_mpi.session.context import Context, collect_model, share_buffers
+from aladdin_mpi.session.context import Context, collect_model, measuring_island, share_buffers
 from aladdin_mpi.session.coordinator import Coordinator, SegmentEnd
 from aladdin_mpi.session.plan import Plan
 from aladdin_mpi.worker.role import Role
@@ -39,7 +40,6 @@ class IslandEvaluations(Evaluations):
     ) -> None:
         super().__init__(context, plan, role, metrics, evaluate, lambda: None)
         self._role = role
-        self._first = context.islands.members[0]
 
     def copy_module(self) -> None:
         """Do nothing: the model itself is measured."""
@@ -74,12 +74,14 @@ class IslandEvaluations(Evaluations):
     def _measure_together(self) -> Figures:
         """Return at rank 0 the figures of the model; every rank calls it.
 
-        The module's batch norms have the statistics of this model afterwards, on the first island.
+        The module's batch norms have the statistics of this model afterwards on this island, unless
+        the first one, which has the recorded calls, has failed.
         """
         transport, module, figures = self._context.transport, self._context.module, None
-        if transport.rank in self._first:
+        island = measuring_island(self._context)
+        if transport.rank in island:
             with no_exit(), global_generators_kept(), _in_eval_mode(module), torch.no_grad():
-                if self._recalibrator is not None:
+                if self._recalibrator is not None and island[0] == self._context.servers:
                     self._recalibrator.share_calls(group_of(module))
                     self._recalibrator.reestimate(module)
                 if self._evaluate is not None:

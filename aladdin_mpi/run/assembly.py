@@ -176,7 +176,11 @@ def _assemble_in(
         )
         hooks: list[RunHook] = [skips, user_metrics]
         hooks += [log] if log is not None else []
-        hooks += [evaluations, standby, checkpoints, Suspension(transport), *others]
+        if context.is_sharded:  # an evaluation that fails must not cost the segment before it
+            hooks += [standby, checkpoints, evaluations]
+        else:
+            hooks += [evaluations, standby, checkpoints]
+        hooks += [Suspension(transport), *others]
         coordinator = Coordinator(context, role, plan, lr, hooks) if first else None
         session = Session(context, plan, role, local, coordinator, hooks, task.origin)
         if takeover is not None:

@@ -486,9 +486,10 @@ class DataParallel:
     def _worker_batches(self, runner: ElasticRunner) -> Iterator[Any]:
         watch = None
         if self._is_custom_loop and self.options.compute == "real":
-            has_islands = self._ready().context.islands.size > 1
-            takes_writes = self.algorithm.takes_writes and not has_islands
+            context = self._ready().context
+            takes_writes = self.algorithm.takes_writes and context.islands.size == 1
             takes_writes = takes_writes or self.transport.size == 1
+            takes_writes = takes_writes and not context.is_sharded
             loses_writes = "" if takes_writes else self.algorithm.name
             watch = LoopWatch(self.module, self._optimizer, loses_writes)
         with closing(watch) if watch is not None else nullcontext():

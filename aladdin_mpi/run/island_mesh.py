@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from aladdin_mpi.allreduce.torch_distributed import Meeting, end_group, obstacle
@@ -66,11 +67,17 @@ def island_mesh(
         with no_exit():
             where = job.device(device)
             group = _group(job, island)
+            if not hasattr(fsdp, "fully_shard"):
+                raise UserError(
+                    f"island_mesh() requires FSDP2, which torch {torch.__version__} does not have "
+                    "in torch.distributed.fsdp. Install torch 2.6 or later."
+                )
             if reason := obstacle(where):
                 raise UserError(f"island_mesh(): {reason}")
     except UserError as error:
         problem = str(error)
     _agree(job, problem)
+    _agree(job, _shared(job.rank, group, everyones(str(where))))
     Meeting(job.rank, group, job.hosts, everyones, "island_mesh()").join(where, timeout or None)
     atexit.register(end_group)
     return init_device_mesh(where.type, (len(group),), mesh_dim_names=("island",))
@@ -85,6 +92,18 @@ def _group(job: Job, island: int | Literal["node"]) -> Sequence[int]:
     check_servers_of_parts(job.servers, size)
     servers = [range(start, start + size) for start in range(0, job.servers, size)]
     return next(group for group in [*servers, *islands] if job.rank in group)
+
+
+def _shared(rank: int, group: Sequence[int], devices: Sequence[str]) -> str:
+    """Return a description of ranks of a group that share a GPU, which NCCL refuses; "" if none."""
+    mine = [each for each in group if devices[each] == devices[rank]]
+    if devices[rank].startswith("cpu") or len(mine) == 1 or rank != mine[0]:
+        return ""
+    return (
+        f"island_mesh(): ranks {', '.join(map(str, mine))} of an island share {devices[rank]}, and "
+        "FSDP's library for GPUs, NCCL, requires one each. Start at most as many workers on a host "
+        'as it has GPUs, or pass device="cpu".'
+    )
 
 
 def _agree(job: Job, problem: str) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from aladdin_mpi.control.exchange import barrier
 from aladdin_mpi.flat.shards import group_of
 from aladdin_mpi.process.files import written_whole
-from aladdin_mpi.session.context import Context, joined_parameters
+from aladdin_mpi.session.context import Context, joined_parameters, measuring_island
 
 FILE, FOLDER = "model.pt", "model"
 UNFINISHED = "model.unfinished"
@@ -47,7 +47,7 @@ def write_parts(context: Context, folder: Path) -> None:
     """Write a sharded model by the first island, if its format has parts; every rank calls it."""
     if not context.is_sharded or context.options.model_format != "dcp":
         return
-    rank, writers = context.transport.rank, context.islands.members[0]
+    rank, writers = context.transport.rank, measuring_island(context)
     if rank in writers:
         _write_folder(context, folder, process_group=group_of(context.module))
     if rank == writers[0]:

@@ -175,8 +175,9 @@ def make_island(context: Context, marks: bool) -> Island | None:
         return None
     lanes = [lane for lane in context.lanes if isinstance(lane, PieceLane)]
     if not lanes:
-        return Island(transport, ranks, len(ranks), whole, context.layout)
-    return ReplicatedIsland(transport, ranks, lanes, whole, context.replica.parameters, marks)
+        return Island(transport, ranks, len(ranks), whole, context.layout, context.leaders)
+    x = context.replica.parameters
+    return ReplicatedIsland(transport, ranks, lanes, whole, x, marks, context.leaders)
 
 
 def make_worker(

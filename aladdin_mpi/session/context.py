@@ -16,6 +16,7 @@ from aladdin_mpi.algorithms.registry import implementation
 from aladdin_mpi.control.exchange import (
     all_or_none,
     allreduce_tensor,
+    broadcast,
     broadcast_tensor,
     gather,
     receive_object,
@@ -459,6 +460,13 @@ def collect_model(context: Context, role: Role, without: Sequence[int] = ()) -> 
     context.projections.apply(vector)  # the mean of projected models may not satisfy them
     replica.set(vector)
     return vector
+
+
+def measuring_island(context: Context) -> Sequence[int]:
+    """Return the ranks of the first island without a failed member; every rank calls it."""
+    members, failed = context.islands.members, context.transport.failed
+    whole = [number for number, island in enumerate(members) if not failed.intersection(island)]
+    return members[broadcast(context.transport, next(iter(whole), 0))]
 
 
 def joined_parameters(context: Context) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from aladdin_mpi.options.algorithms import Algorithm
 from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.process import guard
 from aladdin_mpi.transport.base import Transport, once
-from aladdin_mpi.worker.island import host_groups
+from aladdin_mpi.worker.island import host_groups, share
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,15 @@ class Islands:
     def workers(self, lane: int = 0) -> list[int]:
         """Return the ranks that are the algorithm's workers in a lane."""
         return [island[lane] for island in self.members]
+
+    def divided(self, granted: Sequence[int]) -> list[int]:
+        """Return each rank's samples, given those granted to the first member of each island."""
+        found = list(granted)
+        for island in self.members if found else ():
+            total = sum(granted[rank] for rank in island)
+            for place, rank in enumerate(island):
+                found[rank] = share(total, place, len(island))
+        return found
 
     def ranks(self, lane: int) -> list[int]:
         """Return the ranks that train a lane, servers first."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aladdin_mpi.control.exchange import broadcast, broadcast_tensor, packed, unpacked
+from aladdin_mpi.control.exchange import broadcast, broadcast_tensor, gather, packed, unpacked
 from aladdin_mpi.errors import LostError
 from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.flat.layout import Bucket
@@ -141,12 +141,24 @@ class StateAssembly:
             mine.add_(theirs - mine, alpha=weight / self._weights[bucket.index].item())
 
 
-def counts_of(
-    part: Callable[[int], dict[str, Any] | None], former: Islands
-) -> list[dict[str, float] | None]:
-    """Return the counts of all ranks that computed; None for a lost one. Called at rank 0."""
-    parts = (part(rank) for island in former.members for rank in island)
-    return [None if each is None else _counts(each) for each in parts]
+def joined_counts(
+    context: Context, former: Islands, merged: MergedState | None
+) -> MergedState | None:
+    """Return at rank 0 a state with the counts of all former workers, in rank order.
+
+    Every rank calls it; ``merged`` is that of a lane on its first rank. Without islands it is
+    that of all.
+    """
+    if former.size == 1:
+        return merged
+    lane = None if merged is None or context.lane is None else context.lane.number
+    mine = None if lane is None or merged is None else [lane, merged.counts]
+    counts: dict[int, dict[str, float] | None] = {}
+    for number, of_lane in filter(None, gather(context.transport, mine)):
+        counts |= dict(zip(former.workers(number), of_lane, strict=True))
+    if context.transport.rank:
+        return None
+    return MergedState(torch.empty(0), {}, counts=[counts[rank] for rank in sorted(counts)])
 
 
 def _counts(part: dict[str, Any]) -> dict[str, float]:

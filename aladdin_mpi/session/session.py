@@ -239,7 +239,8 @@ class Session:
             self.coordinator.budget.granted_before = granted
         if state is None:
             if isinstance(self.role, TrainingWorker) and granted is not None:
-                self.role.worker.samples = granted[self._transport.rank]
+                divided = self.context.islands.divided(granted)
+                self.role.worker.samples = divided[self._transport.rank]
             return
         self.role.load_state_dict(state["role"])
         if self.coordinator is not None:

@@ -39,12 +39,12 @@ from aladdin_mpi.transport.base import (
 from aladdin_mpi.transport.checksums import is_void
 
 LEASE_NUMBERS = 4
-"""Number of values in a message with a sample lease."""
+"""Number of values in a message with a sample lease, besides the ranks that have failed."""
 MOVED = 5
 """Bytes moved in memory for each byte from another worker: copied (2) and added (3)."""
 
 
-def _share(size: int, place: int, places: int) -> int:
+def share(size: int, place: int, places: int) -> int:
     """Return a member's share of ``size`` samples; the first member's is a largest one."""
     return size * (places - place) // places - size * (places - place - 1) // places
 
@@ -260,6 +260,7 @@ class Island:
         ranks: the members; the first ``owners`` own a lane each.
         whole: this rank's replica of the whole model.
         layout: of the vector in which ``whole`` has its gradient.
+        leaders: the first members of all islands.
     """
 
     def __init__(
@@ -269,8 +270,12 @@ class Island:
         owners: int,
         whole: Replica | PhantomReplica,
         layout: Layout,
+        leaders: Sequence[int],
     ) -> None:
         self.size = len(ranks)
+        first = layout.servers
+        self._workers = {rank: first + number for number, rank in enumerate(leaders)}
+        """Rank of each island's worker among those that train a lane, by its first member."""
         self.whole = whole
         self.layout = layout
         self._transport = transport
@@ -290,13 +295,17 @@ class Island:
         self._has_ended = False
 
     def divide(self, lease: SampleLease) -> SampleLease:
-        """Return this member's part of the island's lease, which the first one sends to all."""
+        """Return this member's part of the island's lease, which the first one sends to all.
+
+        Its ranks are those of a lane.
+        """
         if self.is_first and not self._has_ended:
-            numbers = (lease.start, lease.size, lease.whole, log2(lease.scale))
+            numbers = (lease.start, lease.size, lease.whole, log2(lease.scale), *lease.absent)
             for rank in self._ranks[1:]:
                 self._transport.isend(numbers, rank, Tag.ISLAND_LEASE)
         self._has_ended = self._has_ended or lease.whole == 0
-        return lease._replace(size=_share(lease.size, self._place, self.size))
+        absent = tuple(self._workers[rank] for rank in lease.absent)
+        return lease._replace(size=share(lease.size, self._place, self.size), absent=absent)
 
     # -- models and gradients ----------------------------------------------------------------
     def begin(self, vector: Tensor) -> Tensor:
@@ -355,6 +364,7 @@ class ReplicatedIsland(Island):
         whole: this rank's replica of the whole model.
         x: the model of the lane that this rank owns; ``whole.parameters`` if there is one lane.
         marks: whether other ranks have to know the parameters that a gradient does not reach.
+        leaders: the first members of all islands.
     """
 
     def __init__(
@@ -365,8 +375,9 @@ class ReplicatedIsland(Island):
         whole: Replica | PhantomReplica,
         x: Tensor,
         marks: bool,
+        leaders: Sequence[int],
     ) -> None:
-        super().__init__(transport, ranks, len(lanes), whole, lanes[0].whole)
+        super().__init__(transport, ranks, len(lanes), whole, lanes[0].whole, leaders)
         place = self._place
         self._lanes = lanes
         self._x = x
@@ -398,7 +409,7 @@ class ReplicatedIsland(Island):
     def divide(self, lease: SampleLease) -> SampleLease:
         """Return this member's part of the island's lease, which the first one sends to all."""
         if self._own is not None:
-            parts = [_share(lease.size, place, self.size) for place in range(self.size)]
+            parts = [share(lease.size, place, self.size) for place in range(self.size)]
             shares = [part / lease.size if lease.size else 0.0 for part in parts]
             mine = shares.pop(self._place)
             self._own.sum.shares = [mine, *shares]
@@ -469,7 +480,8 @@ class IslandSampleClient(SampleClient):
 
     def request(self, want: int, report: WorkerReport) -> None:
         """Report, and post the receive of the first member's next lease."""
-        numbers = torch.empty(LEASE_NUMBERS, dtype=torch.float64)
+        most = LEASE_NUMBERS + self._transport.size
+        numbers = torch.empty(most, dtype=torch.float64)
         self._grants.append(self._transport.irecv(numbers, self._first, Tag.ISLAND_LEASE))
         self._send(0, report)
 
@@ -477,6 +489,6 @@ class IslandSampleClient(SampleClient):
         """Wait for the first member's next lease and return it."""
         receive = self._grants.popleft()
         self._transport.wait(receive)
-        start, size, whole, exponent = numbers_of(receive)
-        lease = SampleLease(int(start), int(size), int(whole), scale=2.0**exponent)
-        return lease._replace(unit=self._unit)
+        start, size, whole, exponent, *absent = numbers_of(receive)
+        ranks = tuple(map(int, absent))
+        return SampleLease(int(start), int(size), int(whole), ranks, 2.0**exponent, self._unit)

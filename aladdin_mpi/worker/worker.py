@@ -335,15 +335,16 @@ class Worker(Stateful):
             self._begin_turn(0)
             self.lr = self._schedule(self.lease.start)
             self.part = self.lease if island is None else island.divide(self.lease)
+            self.lease = self.lease._replace(absent=self.part.absent)
             if self.lease.whole == 0:
                 if not has_ended and island is not None:
                     island.exchange_models()  # of the last step
                 if not has_ended:
-                    self._on_empty(self.part)
+                    self._note_empty()
                 has_ended = True
                 continue  # later leases are empty too
             if self.part.size == 0 and island is None:
-                self._on_empty(self.part)
+                self._note_empty()
             for _ in range(draws.short):
                 draws.request(size, self._take_report())
             self.reached.advance(self.lease.start, is_stepping=True)
@@ -431,7 +432,12 @@ class Worker(Stateful):
         The training loop may then wait for those of other workers, as at the end of an epoch.
         """
         if self._island is not None and not self.turn:
-            self._on_empty(self.part)
+            self._note_empty()
+
+    def _note_empty(self) -> None:
+        """Handle a lease without samples, before which the training loop may use the model."""
+        self.model.refresh()
+        self._on_empty(self.part)
 
     def _unused_without_batch(self) -> Set[int]:
         """Return the parameters that a step without samples may leave out.

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from aladdin_mpi.options.algorithms import ALGORITHMS
+from aladdin_mpi.session.islands import Islands
 from tests.commands import (
     EPOCH,
     checkpoint_part,
@@ -96,6 +97,33 @@ def test_islands_equal_workers_with_larger_batches(
         models.append(torch.cat([each.flatten() for each in state.values()]))
     assert (models[0] - models[1]).norm() < 1e-6 * models[0].norm()
     assert summary(tmp_path / "islands")["test_loss"] < 1.0  # it was 2.3 before
+
+
+@pytest.mark.parametrize("algorithm", ["ar-sgd", "local-sgd", "sgp", "bsp", "diloco"])
+def test_islands_equal_such_workers_after_a_failure(tmp_path: Path, algorithm: str) -> None:
+    """Workers with samples in a round have the same weights as before."""
+    common = ["--algorithm", algorithm, "--hosts", 4, "--quiet", "--samples", 1920]
+    common += ["--dataset", "equal_samples:data", "--model", "equal_samples:model"]
+    common += ["--lr-scaling", "none", "--lr", 0.01, "--eval-every", 0]
+    common += ["--local-latency-us", 0, "--local-bandwidth-gbit", 1e5, "--clip", 0.5]
+    first = 1 if algorithm in SERVED else 0
+    servers = ["--servers", 2 * first or 1]
+    workers = ["--workers", 4, "--batch-size", 16, "--failures", f"{first + 2}=1.3"]
+    islands = ["--workers", 8, "--batch-size", 8, *ISLANDS, *servers]
+    islands += ["--failures", f"{2 * first + 5}=1.3"]
+    models = []
+    for name, ranks in (("workers", workers), ("islands", islands)):
+        simulate(tmp_path / name, *common, *ranks, modules=PROGRAMS)
+        state = torch.load(tmp_path / name / "model.pt")
+        models.append(torch.cat([each.flatten() for each in state.values()]))
+        figures = summary(tmp_path / name)
+        assert 0 < figures["samples_lost"] <= 128 and figures["test_loss"] < 1.5
+    assert (models[0] - models[1]).norm() < 1e-5 * models[0].norm()
+
+
+def test_grants_are_divided_among_the_members() -> None:
+    islands = Islands(1, [[1, 3], [2, 4]], 2)
+    assert islands.divided([0, 9, 4, 0, 0]) == [0, 5, 2, 4, 2]
 
 
 def values_in(state: Any) -> int:

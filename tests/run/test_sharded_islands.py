@@ -61,7 +61,11 @@ def model_of(folder: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-@pytest.mark.parametrize("algorithm", ABLE)
+USUAL = ("aladdin-ahead", "ar-sgd", "async-diloco", "bsp", "diloco", "sgp")
+OF_EACH = [pytest.param(name, marks=() if name in USUAL else pytest.mark.long) for name in ABLE]
+
+
+@pytest.mark.parametrize("algorithm", OF_EACH)
 def test_sharded_model_learns(tmp_path: Path, algorithm: str) -> None:
     """By every algorithm whose workers can be islands; its model is saved as a whole."""
     completed = train(tmp_path, algorithm)
@@ -111,11 +115,19 @@ def test_sharded_model_equals_the_replicated_one(tmp_path: Path, how: list[str])
 
 def test_passes_without_backward_between_steps_use_the_present_model(tmp_path: Path) -> None:
     """FSDP keeps the gathered parameters of such a pass, which later steps have changed."""
-    losses = []
-    for how in (["epochs"], []):
-        (tmp_path / str(how)).mkdir()
-        losses.append(check(train(tmp_path / str(how), "ar-sgd", how=how))["test_loss"])
-    assert losses[0] == losses[1] < 1.0
+    losses: list[float] = []
+    printed: list[list[str]] = []
+    for how in (["epochs", "destroyed"], ["epochs", "replicated"], []):
+        folder = tmp_path / str(len(losses))
+        folder.mkdir()
+        completed = train(folder, "ar-sgd", how=how)
+        losses.append(check(completed)["test_loss"])
+        printed.append([line for line in completed.stdout.splitlines() if "epoch" in line])
+        assert "Traceback" not in completed.stderr
+    assert losses[0] == losses[2] == pytest.approx(losses[1], rel=1e-5)
+    # At the end of an epoch, the loop has the model after its last step.
+    of_epochs = [[float(line.split()[-1]) for line in lines] for lines in printed[:2]]
+    assert of_epochs[0] == pytest.approx(of_epochs[1], rel=1e-4) and len(of_epochs[0]) == 8
 
 
 @pytest.mark.parametrize("algorithm", ["ar-sgd", "aladdin"])
@@ -171,6 +183,14 @@ def test_sharded_run_is_resumed(tmp_path: Path, algorithm: str) -> None:
         assert check(again, 384)["test_loss"] < 1.1
 
 
+def test_other_division_of_the_model_is_refused(tmp_path: Path) -> None:
+    """Its parts have equal lengths, so nothing else would notice it."""
+    train(tmp_path, "ar-sgd", epochs=2, how=["replicated"])
+    again = {"resume": str(tmp_path / "run"), "run_dir": None, "epochs": 4}
+    completed = train(tmp_path, "ar-sgd", **again, check=False)
+    check_names(refusal(completed), "resume", "divided by FSDP")
+
+
 @pytest.mark.parametrize(("algorithm", "ranks"), [("ar-sgd", 6), ("aladdin-ahead", 8)])
 def test_number_of_islands_changes(tmp_path: Path, algorithm: str, ranks: int) -> None:
     """The third island starts from the global model; a part of it remains with each rank."""
@@ -193,6 +213,8 @@ def test_number_of_islands_changes(tmp_path: Path, algorithm: str, ranks: int) -
         ("ar-sgd", {"island": 4}, ["island: expected 2", "got 4", "island_mesh()"]),
         ("ar-sgd", {"mesh": 4, "island": 4}, ["rank 3", "fewer rows", "smaller islands"]),
         ("ar-sgd", {"how": ["only a layer"]}, ["0.0.weight", "fully_shard"]),
+        ("ar-sgd", {"how": ["only a layer", "frozen"]}, ["0.0.weight", "fully_shard"]),
+        ("ar-sgd", {"how": ["written"]}, ["3.bias", "written to after", "run.project()"]),
         ("ar-sgd", {"how": ["divided by columns"]}, ["0.0.weight", "fully_shard"]),
         ("ar-sgd", {"how": ["epochs", "batches"]}, ["evaluation_batches()", "evaluate="]),
         ("ar-sgd", {"compression": "powersgd"}, ["island", "compression powersgd"]),
@@ -213,6 +235,9 @@ def test_sharded_model_trains_in_one_process(tmp_path: Path) -> None:
     given = json.dumps({"run_dir": str(tmp_path / "run")})
     completed = run_alone(tmp_path, "sharded", "ar-sgd", given)
     assert completed.returncode == 0, completed
+    written = json.dumps({"run_dir": str(tmp_path / "other"), "how": ["written"]})
+    refused = run_alone(tmp_path, "sharded", "ar-sgd", written)
+    assert "written to after" in refused.stderr, refused
     worker, figures = reports(completed)
     assert figures["samples"] == 768 and float(worker["test_loss"]) < 0.5
 
@@ -229,6 +254,7 @@ def test_sharded_model_cannot_be_simulated(tmp_path: Path) -> None:
     ("algorithm", "killed"),
     [
         ("aladdin-ahead", 5),
+        ("aladdin-ahead", 2),  # of the island that measures
         pytest.param("ar-sgd", 3, marks=pytest.mark.long),
         pytest.param("async-diloco", 4, marks=pytest.mark.long),
     ],
@@ -236,7 +262,8 @@ def test_sharded_model_cannot_be_simulated(tmp_path: Path) -> None:
 def test_failed_rank_ends_its_island_only(tmp_path: Path, algorithm: str, killed: int) -> None:
     """FSDP's exchange fails in the other member, which leaves; the other island continues."""
     folder = tmp_path / "run"
-    given = {"servers": 2, "run_dir": str(folder), "epochs": 200, "log_every": 96}
+    given = {"servers": 2, "run_dir": str(folder), "epochs": 100, "log_every": 96}
+    given["eval_every"] = 20
     words = [program("sharded"), algorithm, json.dumps(given)]
     ranks = ranks_of(algorithm)
     with start_ranks(ranks, words, env=HERE, cwd=tmp_path, mpirun=ULFM) as job:
@@ -249,3 +276,5 @@ def test_failed_rank_ends_its_island_only(tmp_path: Path, algorithm: str, killed
     assert failures.keys() == {killed, killed ^ 1}
     assert figures["gradients_computed"] == figures["gradients_applied"]
     assert figures["test_loss"] < 0.5
+    lines = metrics(folder, "eval")
+    assert lines and all(line["test_loss"] < 1.5 for line in lines)

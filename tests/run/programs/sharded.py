@@ -52,6 +52,8 @@ else:
         modules = [model]
     elif "only a layer" in how:
         modules = [model[1]]
+    elif "replicated" in how:
+        modules = []
     for module in modules:
         fully_shard(module, mesh=mesh, mp_policy=precision)
 
@@ -91,16 +93,21 @@ if "epochs" in how:
             run.evaluation_batches(TensorDataset(inputs, labels))
         with torch.no_grad():  # leaves gathered parameters, as backward does not free them
             correct = (model(inputs).argmax(1) == labels).sum() if not run.is_server else 0
-        total = run.reduce(correct, "sum")
-        run.print(f"epoch {epoch}: {total / run.workers / len(inputs):.4f}")
+            loss = functional.cross_entropy(model(inputs), labels) if not run.is_server else 0
+        run.reduce(correct, "sum")
+        run.print(f"epoch {epoch}: loss {loss:.5f}")
 else:
     for number, batch in enumerate(run.batches(TensorDataset(inputs, labels))):
         if "left" in how and number == 3:
             break
         step(*batch)
+        if "written" in how:
+            model.get_parameter("3.bias").data.zero_()
 if not run.is_server:
     figures = {name: f"{value:.6g}" for name, value in evaluate(model.eval()).items()}
     print(json.dumps({"rank": run.transport.rank, **figures}), flush=True)
 if run.summary:
     names = "samples", "gradients_computed", "gradients_applied", "parameters", "model"
     print(json.dumps({name: run.summary[name] for name in (*names, "test_loss")}), flush=True)
+if "destroyed" in how:
+    torch.distributed.destroy_process_group()
