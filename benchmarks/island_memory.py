@@ -25,6 +25,7 @@ from benchmarks.machine import machine
 
 PROGRAM = "benchmarks.programs.island_memory"
 KINDS = ("single", "replicated", "sharded")
+USUAL = ("aladdin-ahead", "aladdin-local", "bsp", "ar-sgd", "diloco", "async-diloco")
 WORKERS, PARTS = 4, 2
 LIMIT = 300.0
 NOTES = """\
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     able = [name for name, algorithm in ALGORITHMS.items() if algorithm.islands]
     parser = harness.make_parser("island_memory", (__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--algorithm", nargs="+", choices=able, default=able, help="algorithms")
+    add("--algorithm", nargs="+", choices=able, default=list(USUAL), help="algorithms")
     add("--width", type=whole(), default=800, help="inputs and outputs of each of eight layers")
     args: argparse.Namespace = quick.parse(parser, argv, QUICK)
     facts = machine()

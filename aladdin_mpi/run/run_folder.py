@@ -250,7 +250,7 @@ def prepare(folder: Path, options: RunOptions) -> RunLock:
         for own in (CHECKPOINT, TENSORBOARD):
             check_own_folder(folder / own)
         for name in set(used).difference([CHECKPOINT]):
-            if (folder / name).is_dir() and not (folder / name).is_symlink():
+            if name in MODELS and (folder / name).is_dir() and not (folder / name).is_symlink():
                 shutil.rmtree(folder / name)
             else:
                 (folder / name).unlink()
