@@ -187,8 +187,15 @@ def test_resumed_run_with_islands_equals_the_uninterrupted_one(
     assert summary(tmp_path / "whole") == summary(tmp_path / "half")
 
 
-@pytest.mark.parametrize("algorithm", ABLE)
-@pytest.mark.parametrize("workers", [2, 4, 8])
+USUAL = {("ar-sgd", 2), ("sgp", 2), *((name, 4) for name in ABLE), ("aladdin-ahead", 8)}
+CHANGES = [
+    pytest.param(name, workers, marks=() if (name, workers) in USUAL else pytest.mark.long)
+    for name in ABLE
+    for workers in (2, 4, 8)
+]
+
+
+@pytest.mark.parametrize(("algorithm", "workers"), CHANGES)
 def test_number_of_islands_changes(tmp_path: Path, algorithm: str, workers: int) -> None:
     """Each lane is merged by itself; nothing is lost, and the model is the same at first."""
     options = ["--algorithm", algorithm, *ISLANDS, "--servers", 2, "--quiet", "--eval-every", 0]
