@@ -167,7 +167,7 @@ class Meeting:
         sys.excepthook = report_errors
 
     def _store(self) -> Any:
-        """Return a store at the first member on a free port, whose address all are told."""
+        """Return a store at the first member on a free port, whose address it sends to all."""
         first, store, endpoint, problem = self.members[0], None, "", ""
         if self.rank == first:
             try:
@@ -193,9 +193,11 @@ class Meeting:
 
     @property
     def _remedy(self) -> str:
+        if self.members[0]:  # MASTER_ADDR is an address of rank 0's host
+            return "give that host a name that all hosts know, and set GLOO_SOCKET_IFNAME"
         return (
-            f"set MASTER_ADDR to an address of rank {self.members[0]}'s host that all hosts reach, "
-            "and GLOO_SOCKET_IFNAME to the network interface"
+            "set MASTER_ADDR to an address of rank 0's host that all hosts reach, and "
+            "GLOO_SOCKET_IFNAME to the network interface"
         )
 
     def _connect(self, address: str, port: int, wait_for_workers: bool = True) -> Any:

@@ -21,6 +21,8 @@ from aladdin_mpi.transport.base import Request, Transport, numbers_of
 
 MOST_AHEAD = 32
 """Largest number of leases that a worker requests ahead."""
+LEASE_NUMBERS = 4
+"""Number of values in a message with a sample lease, besides the ranks that have failed."""
 STOP, CLOSE, PAUSE = -0.5, -0.25, -0.125
 """Replace a number of samples: end the run, with or without its results; end the segment."""
 
@@ -75,6 +77,10 @@ class SampleLease(NamedTuple):
     absent: tuple[int, ...] = ()
     scale: float = 1.0
     unit: int = 1
+
+    def pack(self) -> tuple[float, ...]:
+        """Return the lease as numbers, without its unit."""
+        return (self.start, self.size, self.whole, log2(self.scale), *self.absent)
 
     def size_of(self, worker: int, workers: int) -> int:
         """Return a worker's number of the round's samples, divided like those of an epoch."""
@@ -194,8 +200,7 @@ class Budget:
         lease = self._part_of_round(rank, want) if self._lockstep else self._take(want)
         if lease.size:
             self._granted[rank].append(lease.size)
-        numbers = (lease.start, lease.size, lease.whole, log2(lease.scale), *lease.absent)
-        self._transport.isend(numbers, rank, Tag.GRANT)
+        self._transport.isend(lease.pack(), rank, Tag.GRANT)
 
     def _take(self, want: int) -> SampleLease:
         rest = max(self.limit - self.drawn, 0)
@@ -317,7 +322,7 @@ class SampleClient:
 
     def request(self, want: int, report: WorkerReport) -> None:
         """Request ``want`` samples, and report; :meth:`take` returns the answer."""
-        numbers = 4 + self._transport.size
+        numbers = LEASE_NUMBERS + self._transport.size
         grant = self._free.pop() if self._free else torch.empty(numbers, dtype=torch.float64)
         self._grants.append(self._transport.irecv(grant, COORDINATOR, Tag.GRANT))
         self._send(want, report)
@@ -354,8 +359,13 @@ class SampleClient:
                 self._ahead = min(2 * self._ahead, MOST_AHEAD)
             self._transport.wait(receive)
         self._computing = True
-        start, size, whole, exponent, *absent = numbers_of(receive)
+        lease = self._lease(receive)
         assert receive.buffer is not None
         self._free.append(receive.buffer)
+        return lease
+
+    def _lease(self, receive: Request) -> SampleLease:
+        """Return the lease that was received as :meth:`SampleLease.pack`."""
+        start, size, whole, exponent, *absent = numbers_of(receive)
         ranks = tuple(map(int, absent))
         return SampleLease(int(start), int(size), int(whole), ranks, 2.0**exponent, self._unit)

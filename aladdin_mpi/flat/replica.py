@@ -351,6 +351,7 @@ class PhantomReplica(FlatModel):
     """
 
     module = None
+    is_sharded = False
 
     def __init__(self, numel: int, sizes: Outline | None = None, outside: Outside = WHOLE) -> None:
         outline = sizes or Outline(((1, numel),), (numel,))

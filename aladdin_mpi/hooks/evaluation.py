@@ -158,6 +158,7 @@ class Evaluations(RunHook):
         self._context = context
         self._transport = context.transport
         self._after = after
+        self._role = role
         self._evaluate = evaluate if context.is_real else None
         self._recalibrator: BatchNormRecalibrator | None = None
         self._divided: DividedEvaluation | None = None

@@ -1,16 +1,13 @@
 """Evaluation of a model that FSDP has divided: on the first island, between two segments.
 
-No rank has the whole model, so the island's members measure it together. Training waits meanwhile,
-after the checkpoint of the segment.
+No rank has the whole model, so the island's members measure it together. Training waits for
+them, after the checkpoint of the segment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from aladdin_mpi.control.budget import WorkerReport
 from aladdin_mpi.control.exchange import broadcast, gather
@@ -18,28 +15,14 @@ from aladdin_mpi.data.loading import global_generators_kept
 from aladdin_mpi.flat.replica import Replica
 from aladdin_mpi.flat.shards import group_of, reshard
 from aladdin_mpi.hooks.evaluation import Evaluations
-from aladdin_mpi.hooks.measurement import Evaluate, Figures
-from aladdin_mpi.hooks.recorder import Metrics
+from aladdin_mpi.hooks.measurement import Figures, in_eval_mode
 from aladdin_mpi.process.guard import no_exit
-from aladdin_mpi.session.context import Context, collect_model, measuring_island, share_buffers
+from aladdin_mpi.session.context import collect_model, measuring_island, share_buffers
 from aladdin_mpi.session.coordinator import Coordinator, SegmentEnd
-from aladdin_mpi.session.plan import Plan
-from aladdin_mpi.worker.role import Role
 
 
 class IslandEvaluations(Evaluations):
     """Evaluations of a sharded model; every rank takes part in each."""
-
-    def __init__(
-        self,
-        context: Context,
-        plan: Plan,
-        role: Role,
-        metrics: Metrics | None,
-        evaluate: Evaluate | None,
-    ) -> None:
-        super().__init__(context, plan, role, metrics, evaluate, lambda: None)
-        self._role = role
 
     def copy_module(self) -> None:
         """Do nothing: the model itself is measured."""
@@ -80,7 +63,7 @@ class IslandEvaluations(Evaluations):
         transport, module, figures = self._context.transport, self._context.module, None
         island = measuring_island(self._context)
         if transport.rank in island:
-            with no_exit(), global_generators_kept(), _in_eval_mode(module), torch.no_grad():
+            with no_exit(), global_generators_kept(), in_eval_mode(module), torch.no_grad():
                 if self._recalibrator is not None and island[0] == self._context.servers:
                     self._recalibrator.share_calls(group_of(module))
                     self._recalibrator.reestimate(module)
@@ -101,14 +84,3 @@ class IslandEvaluations(Evaluations):
             return {}
         self.record_final(run, self._final_figures)
         return self._final_figures
-
-
-@contextmanager
-def _in_eval_mode(module: nn.Module) -> Iterator[None]:
-    modes = {each: each.training for each in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for each, mode in modes.items():
-            each.training = mode

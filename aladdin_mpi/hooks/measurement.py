@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
@@ -94,19 +95,28 @@ def reestimate_batch_norm(
     if not norms:
         return
     momenta = [norm.momentum for norm in norms]
-    modes = {each: each.training for each in module.modules()}
-    module.eval()  # dropout would change the inputs, and use the training's generator
-    for norm in norms:
-        norm.train()
-        norm.reset_running_stats()
-        norm.momentum = None  # the plain mean over all batches
-    with torch.no_grad():
+    # Dropout would change the inputs, and use the training's generator.
+    with in_eval_mode(module), torch.no_grad():
+        for norm in norms:
+            norm.train()
+            norm.reset_running_stats()
+            norm.momentum = None  # the plain mean over all batches
         for args, kwargs in calls:
             module(*args, **kwargs)
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
-    for each, mode in modes.items():
-        each.training = mode
+
+
+@contextmanager
+def in_eval_mode(module: nn.Module) -> Iterator[None]:
+    """Put the module into eval mode; its parts have their own modes again afterwards."""
+    modes = {each: each.training for each in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for each, mode in modes.items():
+            each.training = mode
 
 
 MOST_BYTES = 128 * 2**20

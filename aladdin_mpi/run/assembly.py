@@ -168,9 +168,8 @@ def _assemble_in(
         if metrics is not None:
             log = TrainingLog(metrics, plan, options.progress, options.quiet, takeover is not None)
         user_metrics, standby = UserMetrics(transport), Standby(transport)
-        evaluations = all_or_none(
-            transport, lambda: _evaluations(context, plan, role, metrics, task, skips)
-        )
+        kind = IslandEvaluations if context.is_sharded else Evaluations
+        evaluations = kind(context, plan, role, metrics, task.evaluate, skips.pass_on)
         checkpoints = Checkpoints(
             context, plan, _described(task), plan.epoch if task.is_sized else None, folder.path
         )
@@ -206,19 +205,6 @@ def _on_error(undo: Callable[[], None]) -> Iterator[None]:
     except BaseException:
         undo()
         raise
-
-
-def _evaluations(
-    context: Context,
-    plan: Plan,
-    role: Role,
-    metrics: Metrics | None,
-    task: UserTask,
-    skips: SkipReports,
-) -> Evaluations:
-    if context.is_sharded:
-        return IslandEvaluations(context, plan, role, metrics, task.evaluate)
-    return Evaluations(context, plan, role, metrics, task.evaluate, skips.pass_on)
 
 
 def _replicas(context: Context, role: Role) -> StoredReplicas | None:

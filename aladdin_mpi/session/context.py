@@ -118,10 +118,10 @@ class Context:
         number = self.islands.lane(self.transport.rank)
         return None if number is None else self.lanes[number]
 
-    @cached_property
+    @property
     def is_sharded(self) -> bool:
         """Whether FSDP has divided the model among the ranks of an island."""
-        return isinstance(self.whole, Replica) and self.whole.is_sharded
+        return self.whole.is_sharded
 
     @cached_property
     def unit(self) -> int:
@@ -238,8 +238,7 @@ def make_context(
     def make() -> Context:
         if not numbers:  # otherwise the run started with more
             check_workers(options, transport.size - servers)
-        is_sharded = isinstance(whole, Replica) and whole.is_sharded
-        if is_sharded:
+        if whole.is_sharded:
             _check_sharded(transport, options, algorithm)
         islands = make_islands(transport, options, algorithm, servers)
 
@@ -252,7 +251,7 @@ def make_context(
         else:  # the same on all ranks of a simulation
             key = "lanes", id(module), servers, transport.size
             lanes = once(transport, key, cut_model)
-        if is_sharded:
+        if whole.is_sharded:
             place = islands.lane(transport.rank)
             assert place is not None
             check_sharding(module, islands.size, place)
@@ -294,7 +293,7 @@ def _cut(
         UserError: it has too few parameters for the lanes or servers.
     """
     servers = islands.servers // islands.lanes
-    if isinstance(whole, Replica) and whole.is_sharded:
+    if whole.is_sharded:
         check_servers_of_parts(islands.servers, islands.size)
         sizes = options.bucket_mb, options.shard_mb
         held = ranges(module, islands.size)

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from math import inf, log2, sqrt
+from math import inf, sqrt
 
 import torch
 from torch import Tensor
 
 from aladdin_mpi.codec.base import DenseWire
-from aladdin_mpi.control.budget import SampleClient, SampleLease, WorkerReport
+from aladdin_mpi.control.budget import LEASE_NUMBERS, SampleClient, SampleLease, WorkerReport
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.flat.lanes import PieceLane
 from aladdin_mpi.flat.layout import Bucket, Layout
@@ -38,8 +38,6 @@ from aladdin_mpi.transport.base import (
 )
 from aladdin_mpi.transport.checksums import is_void
 
-LEASE_NUMBERS = 4
-"""Number of values in a message with a sample lease, besides the ranks that have failed."""
 MOVED = 5
 """Bytes moved in memory for each byte from another worker: copied (2) and added (3)."""
 
@@ -300,9 +298,8 @@ class Island:
         Its ranks are those of a lane.
         """
         if self.is_first and not self._has_ended:
-            numbers = (lease.start, lease.size, lease.whole, log2(lease.scale), *lease.absent)
             for rank in self._ranks[1:]:
-                self._transport.isend(numbers, rank, Tag.ISLAND_LEASE)
+                self._transport.isend(lease.pack(), rank, Tag.ISLAND_LEASE)
         self._has_ended = self._has_ended or lease.whole == 0
         absent = tuple(self._workers[rank] for rank in lease.absent)
         return lease._replace(size=share(lease.size, self._place, self.size), absent=absent)
@@ -489,6 +486,4 @@ class IslandSampleClient(SampleClient):
         """Wait for the first member's next lease and return it."""
         receive = self._grants.popleft()
         self._transport.wait(receive)
-        start, size, whole, exponent, *absent = numbers_of(receive)
-        ranks = tuple(map(int, absent))
-        return SampleLease(int(start), int(size), int(whole), ranks, 2.0**exponent, self._unit)
+        return self._lease(receive)
