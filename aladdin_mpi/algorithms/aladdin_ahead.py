@@ -15,12 +15,13 @@ from functools import partial
 from statistics import mean
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from aladdin_mpi.algorithms.registry import register
 from aladdin_mpi.codec.base import GradientCodec
-from aladdin_mpi.codec.quantised import bits_of
-from aladdin_mpi.exchange.global_model import GlobalModelPredictor
+from aladdin_mpi.codec.quantised import QuantisedCodec, bits_of
+from aladdin_mpi.exchange.global_model import MOST_ENCODED, MOST_VECTORS, GlobalModelPredictor
 from aladdin_mpi.exchange.model_requests import (
     CompressionController,
     Level,
@@ -32,7 +33,7 @@ from aladdin_mpi.exchange.server import ParameterServer
 from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.exchange.server_link import ServerLink
 from aladdin_mpi.exchange.server_mailbox import Notes, ReceivedBucket
-from aladdin_mpi.exchange.worker_mailbox import Model, ModelInbox
+from aladdin_mpi.exchange.worker_mailbox import Model, ModelInbox, Outbox
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.flat.state import MergedState, saved
 from aladdin_mpi.optimizers.base import Optimizer
@@ -59,16 +60,21 @@ class AheadWorker(TrainingWorker):
     ) -> None:
         super().__init__(worker, optimizer)
         self.wire = wire
+        if isinstance(wire, QuantisedCodec):
+            wire.residual_dtype = torch.bfloat16
         self.room = CompressionController(levels(bits, options.pi))
         layout = worker.layout
         weight, lookahead = _number(options.weight), _number(options.lookahead)
         share = _number(options.send)
-        self.track = GlobalModelPredictor(worker, optimizer, weight, lookahead)
+        new_vector = worker.replica.new_vector
+        keep = MOST_ENCODED if wire.holds else MOST_VECTORS
+        outbox = Outbox(worker.transport, layout, wire, new_vector, options.ring, keep)
+        self.track = GlobalModelPredictor(worker, optimizer, outbox, weight, lookahead)
         self.timing = ModelRequestScheduler(
             [len(layout.owned_by(s)) for s in range(layout.servers)], share
         )
         inbox = TrackInbox(worker, wire, self.track, self.timing)
-        self.link = ServerLink(worker, wire, inbox, options.ring)
+        self.link = ServerLink(worker, wire, inbox, outbox=outbox)
         self.first = options.sync_rounds
         """Rounds at the start of the run in which workers wait for each other."""
         self.coalesced = 0
@@ -78,12 +84,13 @@ class AheadWorker(TrainingWorker):
         worker, link = self.worker, self.link
         self.track.open()
         self.timing.open()
+        link.outbox.open()
         link.open()
         for batch in worker.batches():
             self._adapt()
             began = worker.transport.now()
             g = link.outbox.begin(batch.start, notes=self._notes)
-            self.track.begin(worker.lr)
+            self.track.begin()
             worker.gradient(g, self._send(g), link.outbox.idle_until)
             link.outbox.end()
             link.inbox.blend_into(self.x)
@@ -116,7 +123,7 @@ class AheadWorker(TrainingWorker):
 
     def _send(self, g: Tensor) -> Callable[[Bucket], None]:
         def on_bucket(bucket: Bucket) -> None:
-            self.track.advance(bucket, g)
+            self.track.advance(bucket, g, self.worker.lr)
             self.link.outbox.put(bucket)
 
         return on_bucket
@@ -170,6 +177,8 @@ class TrackInbox(ModelInbox):
         super().__init__(worker.transport, worker.layout, codec, models=2)
         self._track = track
         self._timing = timing
+        if self._differences is not None:
+            track.store_models_of(self._differences)
 
     def note(self, model: Model) -> None:
         """Report the arrival to the request scheduler."""
@@ -177,6 +186,10 @@ class TrackInbox(ModelInbox):
         self._timing.note(model.bucket.server, model.bucket.index, during)
         if self._track.x.is_meta:  # the base class blends nothing in
             self.put(self._track.x, model, model.bucket.of(self._track.x))
+
+    def prepare(self, bucket: Bucket) -> None:
+        """Keep the values from which the prediction computes the velocity."""
+        self._track.prepare(bucket)
 
     def put(self, parameters: Tensor, model: Model, values: Tensor) -> None:
         """Rebase the prediction of one bucket on its model."""

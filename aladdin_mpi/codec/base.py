@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -64,6 +65,11 @@ class ModelDecoder(ABC):
 
     def __init__(self) -> None:
         self._last: dict[int, Tensor] = {}
+        self._memory: Tensor | None = None
+
+    def keep_in(self, vector: Tensor) -> None:
+        """Store the models in the flat ``vector``, of the messages' dtype, not in new memory."""
+        self._memory = vector
 
     def forget(self) -> None:
         """Expect every bucket in full next time."""
@@ -79,8 +85,8 @@ class ModelDecoder(ABC):
         After a loss, return None until the bucket arrives in full.
         """
         if message.numel() == bucket.numel:
-            whole = self._last.setdefault(bucket.index, torch.empty_like(message))
-            return whole.copy_(message)
+            memory = torch.empty_like(message) if self._memory is None else bucket.of(self._memory)
+            return self._last.setdefault(bucket.index, memory).copy_(message)
         last = self._last.get(bucket.index)
         if last is not None:
             self._update(last, message)
@@ -100,6 +106,8 @@ class GradientCodec(ABC):
     """
 
     dtype: torch.dtype
+    holds = False
+    """Whether :meth:`hold` can hold back values, and gradients are free once they are encoded."""
 
     @property
     @abstractmethod
@@ -114,6 +122,11 @@ class GradientCodec(ABC):
         """Return a buffer for a flat gradient's messages: ``vector`` itself if it can be sent."""
         return self.plain.buffer_for(vector)
 
+    def wires(self, vector: Tensor, buckets: Sequence[Bucket]) -> list[Tensor]:
+        """Return memory for a message about each of the ``buckets`` of a flat gradient."""
+        buffer = self.buffer_for(vector)
+        return [bucket.of(buffer) for bucket in buckets]
+
     @abstractmethod
     def compress(
         self, bucket: Bucket, values: Tensor, samples: int, out: Tensor
@@ -121,12 +134,20 @@ class GradientCodec(ABC):
         """Encode ``values``, the gradient of ``bucket``, without changing them.
 
         ``samples`` is the sample number at which the gradient starts, ``out`` the bucket's part
-        of a :meth:`buffer_for`.
+        of a :meth:`buffer_for`, or its memory from :meth:`wires`.
 
         Returns:
-            The message, and the event after which to send it, if any. The message, ``values``
-            and ``out`` must not change before it is sent.
+            The message, and the event after which to send it, if any. The message and ``out`` must
+            not change before it is sent, nor must ``values`` unless the codec :attr:`holds`.
         """
+
+    def hold(self, bucket: Bucket, values: Tensor) -> None:
+        """Hold back ``values``, which the next message will include."""
+        raise NotImplementedError
+
+    def add_held(self, bucket: Bucket, target: Tensor, alpha: float) -> None:
+        """Compute ``target <- target + alpha * values``, with the values held back."""
+        raise NotImplementedError
 
     @abstractmethod
     def add(self, bucket: Bucket, message: Tensor, target: Tensor, alpha: float = 1.0) -> None:

@@ -92,22 +92,26 @@ def quantise(values: Tensor, left: Tensor, message: Tensor, bits: int, scratch: 
 
     Args:
         values: flat, in fp32; at least ``SMALLEST``.
-        left: residual of the same length.
+        left: residual of the same length, in fp32 or, rounded, in bf16.
         message: length as by :func:`message_length`, on the same device.
         bits: 8, 4 or 2.
         scratch: temporary memory for one piece.
     """
-    if bits == FUSED_BITS and fused.is_usable(values, left, message):
+    if bits == FUSED_BITS and fused.is_usable(values, message, rounded=(left,)):
         fused.quantise(values, left, message, steps_of(bits), WIDTH, TINY)
         return
     message[-1:].zero_()
     for piece in _pieces(message, values.numel(), bits):
-        rest = left[piece.part].add_(values[piece.part]).view(-1, piece.width)
+        kept = left[piece.part].view(-1, piece.width)
+        rest = kept if kept.dtype == torch.float32 else scratch.like(kept, 1)
+        torch.add(kept, values[piece.part].view(-1, piece.width), out=rest)
         steps = scratch.like(rest)
         _round(rest, piece.scales, steps, bits)
         rest.addcmul_(steps, piece.scales, value=-1)
         if not (rest.device.type == "cpu" and is_finite(piece.scales)):
             rest.masked_fill_(~piece.scales.isfinite(), 0)
+        if rest is not kept:
+            kept.copy_(rest)
         _pack(steps, piece.packed, bits)
 
 
@@ -135,12 +139,12 @@ def add_dequantised(message: Tensor, target: Tensor, alpha: float, scratch: Scra
 
     Products are rounded before they are added, not fused by a compiler, so that the result is
     the same on every machine and device (with ``alpha`` 1). The message's length determines its
-    bits; ``target`` is flat, in fp32 and on the same device.
+    bits; ``target`` is flat, in fp32 or bf16, and on the same device.
     """
     numel = target.numel()
     bits = bits_of(numel, message.numel())
     assert bits is not None
-    if bits == FUSED_BITS and fused.is_usable(message, target):
+    if bits == FUSED_BITS and fused.is_usable(message, rounded=(target,)):
         fused.add_dequantised(message, target, alpha, WIDTH)
         return
     for piece in _pieces(message, numel, bits):
@@ -155,7 +159,7 @@ def take(values: Tensor, left: Tensor, message: Tensor, bits: int, scratch: Scra
     if message.numel() < values.numel():
         quantise(values, left, message, bits, scratch)
     else:
-        message.copy_(left.add_(values))
+        message.copy_(values + left)
         left.zero_()
 
 

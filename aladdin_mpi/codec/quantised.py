@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,13 +15,13 @@ from aladdin_mpi.codec.quantise import (
     Scratch,
     add_dequantised,
     message_length,
-    quantise,
     quantise_difference,
     scales_of,
+    take,
 )
 from aladdin_mpi.codec.scaled import ScaledCodec, ShadowEncoder, on_device_of
 from aladdin_mpi.flat.layout import Bucket, Layout
-from aladdin_mpi.flat.vectors import cut, full
+from aladdin_mpi.flat.vectors import add, cut, full
 from aladdin_mpi.options.general import QUANTISED_BITS, SUM_BITS
 from aladdin_mpi.transport.base import Event
 
@@ -27,16 +29,21 @@ from aladdin_mpi.transport.base import Event
 class QuantisedCodec(ScaledCodec):
     """The codec, with ``left``: the residual of a worker, less than a step for any value.
 
-    Buckets of fewer than nine values are sent as they are. Decoding needs no state. ``bits`` per
-    value, 8, 4 or 2, may be changed at any time, as a message's length determines them.
+    Values held back are in ``left`` too. Buckets of fewer than nine values are not quantised.
+    Decoding needs no state. ``bits`` per value, 8, 4 or 2, may be changed at any time, as a
+    message's length determines them.
+
+    With ``residual_dtype`` bf16 the residual is rounded, which loses at most a 256th of it.
     """
 
     def __init__(self, wire: DenseWire, layout: Layout, bits: int) -> None:
         super().__init__(wire)
+        self.holds = True
         self.bits = bits
+        self.residual_dtype = torch.float32
         self._numel = layout.numel
         self.left: Tensor | None = None
-        """Flat residual, in fp32; None until something has been sent."""
+        """Flat residual; None until something has been sent."""
 
     def use(self, bits: int) -> None:
         """Encode further messages with ``bits`` bits per value."""
@@ -66,6 +73,13 @@ class QuantisedCodec(ScaledCodec):
             return torch.empty_like(vector, dtype=self.dtype)
         return self._wire.buffer(vector.numel())
 
+    def wires(self, vector: Tensor, buckets: Sequence[Bucket]) -> list[Tensor]:
+        """Return memory for one message about each bucket, with the largest number of bits."""
+        lengths = [message_length(bucket.numel, BITS[0]) for bucket in buckets]
+        buffer = self._wire.buffer(sum(lengths))
+        ends = accumulate(lengths)
+        return [cut(buffer, e - n, e) for e, n in zip(ends, lengths, strict=True)]
+
     # -- sending ---------------------------------------------------------------
     def compress(
         self, bucket: Bucket, values: Tensor, samples: int, out: Tensor
@@ -74,16 +88,24 @@ class QuantisedCodec(ScaledCodec):
         out = cut(out, 0, self.length(bucket))
         if values.is_meta:
             return out, None
-        if out.numel() == bucket.numel:
-            return out, self._wire.encode(values, out)
         message, left = on_device_of(out, values), self.residual(values.device)
-        quantise(values, left[bucket.part], message, self.bits, self.scratch)
+        take(values, left[bucket.part], message, self.bits, self.scratch)
         return self._wire.stage(message, out)
+
+    def hold(self, bucket: Bucket, values: Tensor) -> None:
+        """Add ``values`` to ``left``."""
+        if not values.is_meta:
+            add(bucket.of(self.residual(values.device)), values)
+
+    def add_held(self, bucket: Bucket, target: Tensor, alpha: float) -> None:
+        """Add ``alpha`` times ``left`` to ``target``."""
+        if not target.is_meta:
+            add(target, bucket.of(self.residual(target.device)), alpha)
 
     def residual(self, device: torch.device) -> Tensor:
         """Return ``left``, created on the device of the values if necessary."""
         if self.left is None:
-            self.left = torch.zeros(self._numel, device=device)
+            self.left = torch.zeros(self._numel, dtype=self.residual_dtype, device=device)
         return self.left
 
     # -- receiving -------------------------------------------------------------
@@ -101,7 +123,8 @@ class QuantisedCodec(ScaledCodec):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore ``left``."""
         saved = state["left"]
-        self.left = None if saved is None else saved.to(self._wire.device, copy=True)
+        device, dtype = self._wire.device, self.residual_dtype
+        self.left = None if saved is None else saved.to(device, dtype, copy=True)
 
     def scale_held_back(self, factor: float) -> None:
         """Scale ``left``."""

@@ -11,6 +11,11 @@ of all workers in the same time. For each bucket, with u = lr (g + d p) and n wo
 
 N is the number of gradients in a model. The module computes with the parameters p; x is
 ``p + k V`` and needs no extra memory. ``docs/design/aladdin.md`` derives the rule.
+
+No u is stored, but what was sent is, s, which has momentum: u = s - m s_before. If M' includes
+s_0, and lacks s_1 to s_q, the steps above are, in closed form::
+
+    W <- V - w s_0;  V <- m^q W + w s_q;  x <- M' - (m + m^2 + .. + m^q) W - w (s_1 + .. + s_q)
 """
 
 from __future__ import annotations
@@ -22,6 +27,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from aladdin_mpi.codec.base import ModelDecoder
+from aladdin_mpi.exchange.worker_mailbox import Outbox
 from aladdin_mpi.flat import fused
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.flat.state import Stateful, saved
@@ -29,26 +36,24 @@ from aladdin_mpi.flat.vectors import BLOCK, blocks, clear, copy
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.worker.worker import Worker
 
-MOST_PENDING = 4
-"""Largest number of own steps stored separately until a model includes them."""
+MOST_ENCODED, MOST_VECTORS = 9, 5
+"""Largest numbers of own messages kept; older ones are left out of the prediction."""
+MOST_STEPS = 1000
+"""Largest number of own steps whose bases are kept; the age of older ones is not measured."""
 AGE_SHARE = 0.1
 """Weight of the newest gradient in the running mean of ages."""
 
 
 @dataclass
 class Step:
-    """One of the worker's own steps, ``lr * raw``, kept until models of all buckets include it.
+    """One of the worker's own steps, until models of all buckets include it.
 
     Attributes:
         index: number of the step in the segment, from 1.
-        lr: its learning rate.
-        raw: flat direction without momentum.
         base: for each bucket, the number of gradients in the model it was computed on.
     """
 
     index: int
-    lr: float
-    raw: Tensor
     base: list[int]
 
 
@@ -58,6 +63,7 @@ class GlobalModelPredictor(Stateful):
     Args:
         worker: worker whose parameters are moved.
         optimizer: makes steps of its gradients.
+        outbox: sends the steps, and keeps what was sent.
         weight: w, the weight of an own gradient as a substitute for all workers'; None: a / 2,
             limited to [1/2, 1], for an age of a rounds.
         lookahead: L, rounds to look ahead from x; None: the optimizer's.
@@ -69,16 +75,18 @@ class GlobalModelPredictor(Stateful):
         self,
         worker: Worker,
         optimizer: Optimizer,
+        outbox: Outbox,
         weight: float | None,
         lookahead: float | None,
     ) -> None:
         self.worker = worker
         self.optimizer = optimizer
+        self.outbox = outbox
         self.x = worker.parameters
-        new_vector = worker.replica.new_vector
-        self.velocity = new_vector()
-        self.model = new_vector()
-        self._new_vector = new_vector
+        self.velocity = worker.replica.new_vector()
+        self.model = worker.replica.new_vector()
+        self._former: Tensor | None = None
+        """Model of a bucket before a decoder has changed it; None: decoders have own memory."""
         self._weight = weight
         m = optimizer.momentum
         rounds = optimizer.lookahead if lookahead is None else lookahead
@@ -92,8 +100,7 @@ class GlobalModelPredictor(Stateful):
         """Rounds from the model that a gradient was computed on to its addition."""
         self.sent = 0
         self.begun = False
-        self.pending: deque[Step] = deque()
-        self._free: list[Tensor] = []
+        self.pending: deque[Step] = deque(maxlen=MOST_STEPS)
 
     @property
     def n(self) -> float:
@@ -105,57 +112,44 @@ class GlobalModelPredictor(Stateful):
         """Start a segment: all models to come include every step of earlier segments."""
         self.own = [0] * len(self.own)
         self.sent = 0
-        while self.pending:
-            self._free.append(self.pending.popleft().raw)
+        self.pending.clear()
         if not self.begun:
             copy(self.model, self.x)
             self.begun = True
 
-    def begin(self, lr: float) -> None:
-        """Start a step of the worker."""
-        self._forget()
-        if len(self.pending) >= MOST_PENDING:
-            self._merge_oldest()
+    def begin(self) -> None:
+        """Start a step of the worker, and discard those that all models include."""
+        oldest = min(self.own)
+        self.outbox.forget(oldest)
+        while self.pending and self.pending[0].index <= oldest:
+            self.pending.popleft()
         self.sent += 1
-        raw = self._free.pop() if self._free else self._new_vector()
-        self.pending.append(Step(self.sent, lr, raw, list(self.count)))
-
-    def _forget(self) -> None:
-        """Discard steps that all models include."""
-        while self.pending and self.pending[0].index <= min(self.own):
-            self._free.append(self.pending.popleft().raw)
-
-    def _merge_oldest(self) -> None:
-        """Merge the two oldest steps, which bounds memory when models are very late."""
-        first, second = self.pending.popleft(), self.pending[0]
-        # At a rate of 0 the step cannot be rescaled; the next model includes it anyway.
-        if second.lr and not first.raw.is_meta:
-            for bucket in self.worker.layout.buckets:
-                if first.index > self.own[bucket.index]:
-                    part = bucket.part
-                    second.raw[part].add_(first.raw[part], alpha=first.lr / second.lr)
-        self._free.append(first.raw)
+        self.pending.append(Step(self.sent, list(self.count)))
 
     # -- arithmetic ---------------------------------------------------------------------
-    def advance(self, bucket: Bucket, g: Tensor) -> None:
+    def advance(self, bucket: Bucket, g: Tensor, lr: float) -> None:
         """Turn the completed ``bucket`` of the flat gradient ``g`` into the step to send.
 
         p moves to the point of the next gradient in case no model arrives.
         """
         if g.is_meta:
             return
-        step, k = self.pending[-1], self.k
-        m, w = self.optimizer.momentum, self.weight(bucket) * step.lr
+        k, m, w = self.k, self.optimizer.momentum, self.weight(bucket)
         for part in _pieces(bucket, g):
-            p, v, raw, mine = self.x[part], self.velocity[part], step.raw[part], g[part]
-            self.optimizer.correct(part, mine, p, raw, self.worker.unused(part), self.n)
-            if fused.is_usable(p, v, raw, mine):
-                fused.track_advance(p, v, raw, mine, step.lr, m, w, k)
+            p, v, mine = self.x[part], self.velocity[part], g[part]
+            self.optimizer.correct(part, mine, p, self.worker.unused(part), self.n)
+            if fused.is_usable(p, mine, rounded=(v,)):
+                fused.track_advance(p, v, mine, lr, m, w, k)
                 continue
-            mine.mul_(step.lr)
+            mine.mul_(lr)
             p.add_(v, alpha=k)  # x: a handler that reads it here gets a consistent model too
-            v.mul_(m).add_(raw, alpha=w)
+            v.mul_(m).add_(mine, alpha=w)
             p.sub_(v, alpha=1 + k)
+        former = self.outbox.newest
+        if former is not None and m:
+            share = w * m / former.count
+            p, v = bucket.of(self.x), bucket.of(self.velocity)
+            self.outbox.add(former, bucket, (v, -share), (p, (1 + k) * share))
 
     def rebase(self, bucket: Bucket, values: Tensor, count: int, own: int, before: int) -> None:
         """Restart the prediction of a bucket from a received model.
@@ -173,23 +167,52 @@ class GlobalModelPredictor(Stateful):
         self.count[index], self.own[index] = count, own
         if values.is_meta or self.x.is_meta:
             return
-        m, w, part = self.optimizer.momentum, self.weight(bucket), bucket.part
-        steps = [step for step in self.pending if step.index > own]
-        vectors = [self.x, self.velocity, self.model, *(step.raw for step in steps)]
-        for new, p, v, model, *raws in blocks(values, *(vector[part] for vector in vectors)):
-            now = new.to(p.device, p.dtype)
-            if fused.is_usable(now, p, v, model, *raws):
-                own_steps = [(raw, w * step.lr) for step, raw in zip(steps, raws, strict=True)]
-                fused.track_rebase(now, p, v, model, own_steps, rounds, m, self.k)
+        p, v, model = bucket.of(self.x), bucket.of(self.velocity), bucket.of(self.model)
+        if self._former is not None:
+            model = self._former[: bucket.numel]
+        for new, x, velocity, former in blocks(values, p, v, model):
+            if fused.is_usable(new, x, former, rounded=(velocity,)):
+                fused.track_model(new, x, velocity, former, rounds)
                 continue
             if rounds > 0:
-                torch.sub(model, now, out=v).div_(rounds)
-                model.copy_(now)
-            p.copy_(now)
-            for step, raw in zip(steps, raws, strict=True):
-                v.mul_(m).add_(raw, alpha=w * step.lr)
-                p.sub_(v)
-            p.sub_(v, alpha=self.k)
+                torch.sub(former, new, out=velocity).div_(rounds)
+                former.copy_(new)
+            x.copy_(new)
+        self._repeat_own_steps(bucket, p, v)
+
+    def _repeat_own_steps(self, bucket: Bucket, p: Tensor, v: Tensor) -> None:
+        """Move a received model by the worker's own steps that it lacks, and ahead."""
+        before, sent = self.outbox.after(self.own[bucket.index])
+        m, w, k = self.optimizer.momentum, self.weight(bucket), self.k
+        count = sum(each.count for each in sent)
+        if sent and before is not None:
+            self.outbox.add(before, bucket, (v, -w / before.count))
+        p.sub_(v, alpha=sum(m**i for i in range(1, count + 1)) + k * m**count)
+        if not sent:
+            return
+        v.mul_(m**count)
+        *others, last = sent
+        for each in others:
+            self.outbox.add(each, bucket, (p, -w))
+        # V is the mean of the steps in the last message.
+        share = w / last.count
+        self.outbox.add(last, bucket, (p, -w - k * share), (v, share))
+
+    # -- models that a decoder stores ---------------------------------------------------
+    def store_models_of(self, decoder: ModelDecoder) -> None:
+        """Let ``decoder`` store its models in M, so that they exist once.
+
+        V is then in bf16, since encoded models have errors that are larger than its rounding.
+        """
+        self.model = self.model.to(torch.float32)  # the dtype of encoded messages
+        self.velocity = self.velocity.to(torch.bfloat16)
+        self._former = self.model.new_empty(self.worker.layout.largest)
+        decoder.keep_in(self.model)
+
+    def prepare(self, bucket: Bucket) -> None:
+        """Keep M of a bucket, which the decoder is about to change."""
+        if self._former is not None:
+            self._former[: bucket.numel].copy_(bucket.of(self.model))
 
     # -- w ------------------------------------------------------------------------------
     def weight(self, bucket: Bucket) -> float:
@@ -219,6 +242,7 @@ class GlobalModelPredictor(Stateful):
             count: number of gradients in the worker's model, if known.
         """
         clear(self.velocity)
+        self.outbox.former = None
         self.count = [count] * len(self.count)
         self.begun = False
 

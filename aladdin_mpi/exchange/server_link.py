@@ -25,6 +25,7 @@ class ServerLink:
         wire: codec of what is pushed and, without ``inbox``, of models.
         inbox: receives models; None: a :class:`ModelInbox`.
         ring: number of vectors on the wire at the same time.
+        outbox: sends; None: an :class:`Outbox` with this ``ring``.
     """
 
     def __init__(
@@ -33,10 +34,13 @@ class ServerLink:
         wire: GradientCodec,
         inbox: ModelInbox | None = None,
         ring: int = 1,
+        outbox: Outbox | None = None,
     ) -> None:
         self.worker = worker
         self.x = worker.parameters
-        self.outbox = Outbox(worker.transport, worker.layout, wire, worker.replica.new_vector, ring)
+        self.outbox = outbox or Outbox(
+            worker.transport, worker.layout, wire, worker.replica.new_vector, ring
+        )
         self.inbox = inbox or ModelInbox(worker.transport, worker.layout, wire)
 
     def open(self) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from aladdin_mpi.codec.base import GradientCodec
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.exchange.server_mailbox import Header, Kind, Notes, is_damaged, new_header
 from aladdin_mpi.flat.layout import Bucket, Layout
-from aladdin_mpi.flat.state import HELD_BACK, TOTAL, Stateful, saved
+from aladdin_mpi.flat.state import DROPPED, HELD_BACK, TOTAL, Stateful, saved
 from aladdin_mpi.flat.vectors import add, cut, lerp
 from aladdin_mpi.transport.base import EVENT_POLL, Event, Request, Transport
 
@@ -22,32 +22,53 @@ NotesFor = Notes | Callable[[int], Notes]
 """Notes for all servers, or a function of the server, called at the time of sending."""
 
 
-class _Slot:
-    """One flat gradient and its messages in flight."""
+class Sent:
+    """A gradient, or a sum of some, and its messages.
 
-    def __init__(self, vector: Tensor, wire: Tensor) -> None:
+    Attributes:
+        vector: its flat values; with a codec that holds values, those of the current gradient.
+        wires: memory for the message about each bucket.
+        first: number of the first gradient in it, counted from 1 in every segment.
+        last: number of the last one.
+        is_kept: whether it stays readable after it has been delivered.
+    """
+
+    def __init__(self, vector: Tensor, wires: Sequence[Tensor]) -> None:
         self.vector = vector
-        self.wire = wire
-        self.count = 0
+        self.wires = wires
+        self.messages: list[Tensor] = []
+        """The messages sent so far, in the order of the buckets."""
+        self.first = self.last = 0
         self.samples = 0
         self.weight = 1.0
         self.notes: NotesFor = ()
         self.requests: deque[Request] = deque()
         """Requests of its messages that may not be complete, in sending order."""
+        self.count = 0
+        self.is_kept = False
 
 
 class Outbox(Stateful):
     """A ring of gradients in flight to the servers.
 
     A gradient is sent bucket by bucket during backward, as long as fewer than ``ring`` are
-    on the wire. Otherwise it is added to the one that waits for its turn, which then counts
-    as that many. Gradients are written from autograd's tensors directly into the send
-    buffers: with fp32 on a CPU there is no other copy. A sum is compressed when it is sent.
+    on the wire. Otherwise it is added to what waits for its turn: a gradient, which then counts
+    as that many, or the residual of a codec that holds values. Gradients are written
+    from autograd's tensors directly into the send buffers: with fp32 on a CPU there is no other
+    copy. A sum is compressed when it is sent.
 
     ``coalesced`` counts the gradients that were added to another one.
+
+    Args:
+        ring: number of gradients on the wire at the same time.
+        keep: number of sent ones that stay readable until :meth:`forget`.
     """
 
-    SAVED = saved("coalesced", merge=TOTAL) | saved(codec="_codec", merge=HELD_BACK)
+    SAVED = (
+        saved("coalesced", merge=TOTAL)
+        | saved(codec="_codec", merge=HELD_BACK)
+        | saved("former", merge=DROPPED)
+    )
 
     def __init__(
         self,
@@ -56,22 +77,37 @@ class Outbox(Stateful):
         codec: GradientCodec,
         new_vector: Callable[[], Tensor],
         ring: int,
+        keep: int = 0,
     ) -> None:
         self._transport = transport
         self._layout = layout
         self._codec = codec
         self._ring = ring
+        self._keep = keep
         self._new_vector = new_vector
+        self._shared = new_vector() if codec.holds else None
+        """The current gradient, which is free once it is encoded; None: each has its own memory."""
         self._free = [self._new_slot()]
-        self._in_flight: list[_Slot] = []
-        self._waiting: _Slot | None = None
-        self._current: _Slot | None = None
+        self._in_flight: list[Sent] = []
+        self._kept: deque[Sent] = deque()
+        self._waiting: Sent | None = None
+        self._current: Sent | None = None
         self._is_sending = False
+        self._begun = 0
+        """Number of gradients in this segment."""
         self.coalesced = 0
 
-    def _new_slot(self) -> _Slot:
-        vector = self._new_vector()
-        return _Slot(vector, self._codec.buffer_for(vector))
+    def _new_slot(self) -> Sent:
+        vector = self._new_vector() if self._shared is None else self._shared
+        return Sent(vector, self._codec.wires(vector, self._layout.buckets))
+
+    def open(self) -> None:
+        """Start a segment: number its gradients from 1, and keep only the last one before it."""
+        self._begun = 0
+        while len(self._kept) > 1:
+            self._let_go()
+        for slot in self._kept:
+            slot.first = slot.last = 0
 
     def begin(
         self, samples: int, count: int = 1, notes: NotesFor | None = (), weight: float = 1.0
@@ -86,6 +122,9 @@ class Outbox(Stateful):
         # At most ring gradients in flight, one that waits and this one.
         slot = self._current = self._free.pop() if self._free else self._new_slot()
         slot.count, slot.samples, slot.weight = count, samples, weight
+        slot.first, slot.last = self._begun + 1, self._begun + count
+        self._begun = slot.last
+        slot.messages.clear()
         self._is_sending = self._waiting is None and len(self._in_flight) < self._ring
         if notes is not None:
             self.announce(notes)
@@ -125,15 +164,33 @@ class Outbox(Stateful):
         slot, self._current = self._current, None
         assert slot is not None
         if self._is_sending:
-            self._in_flight.append(slot)
-        elif self._waiting is None:
-            self._waiting = slot
+            self._sent(slot)
         else:
-            add(self._waiting.vector, slot.vector)
-            self._waiting.count += slot.count
-            self.coalesced += slot.count
-            self._free.append(slot)
+            self._hold(slot)
         self._advance()
+
+    def _hold(self, slot: Sent) -> None:
+        """Add a gradient to what waits for its turn."""
+        if self._shared is not None:
+            for bucket in self._layout.buckets:
+                self._codec.hold(bucket, bucket.of(self._shared))
+        if self._waiting is None:
+            self._waiting = slot
+            return
+        if self._shared is None:
+            add(self._waiting.vector, slot.vector)
+        self._waiting.count += slot.count
+        self._waiting.last = slot.last
+        self.coalesced += slot.count
+        self._free.append(slot)
+
+    def _sent(self, slot: Sent) -> None:
+        self._in_flight.append(slot)
+        if self._keep:
+            slot.is_kept = True
+            self._kept.append(slot)
+            if len(self._kept) > self._keep:
+                self._let_go()
 
     def drain(self) -> None:
         """Wait until everything is delivered."""
@@ -155,8 +212,8 @@ class Outbox(Stateful):
             slot, self._waiting = self._waiting, None
             self._announce(slot)
             for bucket in self._layout.buckets:
-                self._send(slot, bucket)
-            self._in_flight.append(slot)
+                self._send(slot, bucket, is_held=self._shared is not None)
+            self._sent(slot)
 
     def _reclaim(self) -> None:
         has_room = False
@@ -166,10 +223,10 @@ class Outbox(Stateful):
                 slot.requests.popleft()
             has_room = has_room or not slot.requests
         if has_room:
-            self._free += [slot for slot in self._in_flight if not slot.requests]
+            self._free += [s for s in self._in_flight if not s.requests and not s.is_kept]
             self._in_flight = [slot for slot in self._in_flight if slot.requests]
 
-    def _announce(self, slot: _Slot) -> None:
+    def _announce(self, slot: Sent) -> None:
         notes = slot.notes
         header = Header(
             Kind.BUCKETS,
@@ -186,12 +243,92 @@ class Outbox(Stateful):
     def _header(self, server: int, header: Header) -> Request:
         return self._transport.isend(header.pack(), server, Tag.GRADIENT)
 
-    def _send(self, slot: _Slot, bucket: Bucket) -> None:
-        values, wire = bucket.of(slot.vector), bucket.of(slot.wire)
+    def _send(self, slot: Sent, bucket: Bucket, is_held: bool = False) -> None:
+        values, wire = bucket.of(slot.vector), slot.wires[bucket.index]
+        if is_held:
+            values = torch.zeros_like(values)
         message, event = self._codec.compress(bucket, values, slot.samples, wire)
+        slot.messages.append(message)
         slot.requests.append(
             self._transport.isend(message, bucket.server, Tag.GRADIENT, after=event)
         )
+
+    # -- what was sent ----------------------------------------------------------------------
+    def after(self, own: int) -> tuple[Sent | None, list[Sent]]:
+        """Return what includes the gradient ``own`` of this segment, and all later ones.
+
+        These are complete between two gradients. The first is None before the first gradient of
+        the run; if it is not kept any more, the oldest that is takes its place.
+        """
+        before: Sent | None = None
+        later: list[Sent] = []
+        for slot in self._kept:
+            if slot.last <= own:
+                before = slot
+            else:
+                later.append(slot)
+        if before is None and later and later[0].first > own + 1:
+            before = later.pop(0)
+        return before, later if self._waiting is None else [*later, self._waiting]
+
+    @property
+    def newest(self) -> Sent | None:
+        """What includes the newest complete gradient; None before the first one of the run."""
+        return self._waiting or (self._kept[-1] if self._kept else None)
+
+    def add(self, sent: Sent, bucket: Bucket, *targets: tuple[Tensor, float]) -> None:
+        """Compute ``target <- target + factor * values`` for a bucket of what was sent or waits.
+
+        ``targets`` are pairs of a target, as long as the bucket, and its factor.
+        """
+        message: Tensor | None = None
+        if self._shared is not None and sent is not self._waiting:
+            message, _ = self._codec.plain.fetch(sent.messages[bucket.index])
+        for target, factor in targets:
+            if message is not None:
+                self._codec.add(bucket, message, target, factor)
+            elif self._shared is not None:
+                self._codec.add_held(bucket, target, factor)
+            else:
+                add(target, bucket.of(sent.vector), factor)
+
+    def forget(self, own: int) -> None:
+        """Discard what was sent before what includes the gradient ``own``."""
+        while len(self._kept) > 1 and self._kept[1].last <= own:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Stop keeping the oldest."""
+        slot = self._kept.popleft()
+        slot.is_kept = False
+        if slot not in self._in_flight:
+            self._free.append(slot)
+
+    @property
+    def former(self) -> list[Tensor] | None:
+        """The messages of the last gradient, for a checkpoint between segments; None: not kept."""
+        if not self._kept or self._kept[-1].vector.is_meta:
+            return None
+        return [message.clone() for message in self._kept[-1].messages]
+
+    @former.setter
+    def former(self, messages: list[Tensor] | None) -> None:
+        while self._kept:
+            self._let_go()
+        if messages is None:
+            return
+        slot = self._free.pop() if self._free else self._new_slot()
+        slot.messages = [
+            cut(wire, 0, message.numel()).copy_(message)
+            for wire, message in zip(slot.wires, messages, strict=True)
+        ]
+        slot.first = slot.last = 0
+        slot.is_kept = True
+        self._kept.append(slot)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state from :meth:`state_dict`; earlier versions had no ``former``."""
+        super().load_state_dict({"former": None, **state})
 
 
 class Model(NamedTuple):
@@ -363,23 +500,30 @@ class ModelInbox:
     def _blend(self, arrived: list[Model], parameters: Tensor) -> Event | None:
         """Blend in models; return the event, if any, after which their buffers are free."""
         event: Event | None = None
-        newest: dict[int, tuple[Model, Tensor]] = {}
-        for model in arrived:  # decoders need all of them, in order
-            if self._is_damaged(model):
-                continue
-            message, event = self._wire.fetch(model.message)
-            read: Tensor | None = message
-            if self._differences is not None:
-                read = self._differences.decode(model.bucket, message)
-            if read is None:
-                continue
-            if self.puts_all:
-                self.put(parameters, model, read)
-            else:
-                newest[model.bucket.index] = model, read
-        for model, read in newest.values():
-            self.put(parameters, model, read)
+        models_of: dict[int, list[Model]] = {}
+        for model in arrived:
+            models_of.setdefault(model.bucket.index, []).append(model)
+        for models in models_of.values():
+            self.prepare(models[0].bucket)
+            newest: tuple[Model, Tensor] | None = None
+            for model in models:  # decoders need all of them, in order
+                if self._is_damaged(model):
+                    continue
+                message, event = self._wire.fetch(model.message)
+                read: Tensor | None = message
+                if self._differences is not None:
+                    read = self._differences.decode(model.bucket, message)
+                if read is not None and self.puts_all:
+                    self.put(parameters, model, read)
+                elif read is not None:
+                    newest = model, read
+            if newest is not None:
+                self.put(parameters, *newest)
         return event
+
+    def prepare(self, bucket: Bucket) -> None:
+        """Prepare for the values of a bucket, before they are decoded."""
+        return
 
     def note(self, model: Model) -> None:
         """Record a model's arrival, with or without values."""

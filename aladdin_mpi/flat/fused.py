@@ -7,6 +7,7 @@ each, which halves a worker's kernel launches in a step of aladdin-ahead (docs/g
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -25,12 +26,18 @@ enabled = True
 """Set to False to compare with torch's operations."""
 
 
-def is_usable(*vectors: Tensor) -> bool:
-    """Return whether the kernels apply: ``vectors`` are contiguous, fp32 and on an NVIDIA GPU."""
+def is_usable(*vectors: Tensor, rounded: Sequence[Tensor] = ()) -> bool:
+    """Return whether the kernels apply: all vectors are contiguous and on an NVIDIA GPU.
+
+    ``vectors`` have to be in fp32, those that are ``rounded`` may be in bf16.
+    """
+    everything = (*vectors, *rounded)
     return (
         enabled
-        and all(each.is_cuda and each.numel() <= LARGEST for each in vectors)
-        and all(each.dtype == torch.float32 and each.is_contiguous() for each in vectors)
+        and all(each.is_cuda and each.numel() <= LARGEST for each in everything)
+        and all(each.is_contiguous() for each in everything)
+        and all(each.dtype == torch.float32 for each in vectors)
+        and all(each.dtype in (torch.float32, torch.bfloat16) for each in rounded)
         and _compiles()
     )
 
@@ -77,24 +84,19 @@ def momentum_step(
     g: Tensor,
     x: Tensor,
     v: Tensor,
-    raw: Tensor | None,
     decay: float,
     momentum: float,
     nesterov: bool,
 ) -> None:
-    """Compute ``u <- g + decay x; v <- momentum v + u; g <- v``, with Nesterov ``u + momentum v``.
-
-    ``u`` is stored in ``raw``.
-    """
-    arguments = g, x, v, g if raw is None else raw, g.numel(), decay, momentum
-    settings = {"NESTEROV": nesterov, "KEEPS_RAW": raw is not None, "BLOCK": BLOCK}
+    """Compute ``u <- g + decay x; v <- momentum v + u; g <- v``, or ``u + momentum v``."""
+    arguments = g, x, v, g.numel(), decay, momentum
+    settings = {"NESTEROV": nesterov, "BLOCK": BLOCK}
     _launch("momentum_step", _programs(g), *arguments, **settings)
 
 
 def track_advance(
     p: Tensor,
     v: Tensor,
-    raw: Tensor,
     mine: Tensor,
     lr: float,
     momentum: float,
@@ -103,43 +105,24 @@ def track_advance(
 ) -> None:
     """Compute :meth:`aladdin_mpi.exchange.global_model.GlobalModelPredictor.advance`.
 
-    ``mine <- lr mine; p <- p + ahead v; v <- momentum v + weight raw; p <- p - (1 + ahead) v``.
+    ``mine <- lr mine; p <- p + ahead v; v <- momentum v + weight mine; p <- p - (1 + ahead) v``.
     """
-    arguments = p, v, raw, mine, p.numel(), lr, momentum, weight, ahead
+    arguments = p, v, mine, p.numel(), lr, momentum, weight, ahead
     _launch("track_advance", _programs(p), *arguments, BLOCK=BLOCK)
 
 
-def track_rebase(
-    now: Tensor,
-    p: Tensor,
-    v: Tensor,
-    model: Tensor,
-    own: list[tuple[Tensor, float]],
-    rounds: float,
-    momentum: float,
-    ahead: float,
-) -> None:
-    """Compute :meth:`aladdin_mpi.exchange.global_model.GlobalModelPredictor.rebase`.
-
-    ``v <- (model - now) / rounds; model <- now`` if ``rounds > 0``; then ``p <- now``, for each own
-    step ``v <- momentum v + weight raw; p <- p - v``, and last ``p <- p - ahead v``.
+def track_model(now: Tensor, p: Tensor, v: Tensor, model: Tensor, rounds: float) -> None:
+    """Compute ``v <- (model - now) / rounds; model <- now`` if ``rounds > 0``; then ``p <- now``.
 
     Args:
         now: the values that arrived.
         p: parameters.
         v: velocity of the global model.
         model: the values that arrived last before ``now``.
-        own: raw direction and weight of the steps that ``now`` does not contain, oldest first.
         rounds: number of rounds between ``model`` and ``now``.
-        momentum: momentum of the global model.
-        ahead: rounds to look ahead, as a factor of ``v``.
     """
-    numel, programs = p.numel(), _programs(p)
-    settings = {"HAS_MOVED": rounds > 0, "LOOKS_AHEAD": not own, "BLOCK": BLOCK}
-    _launch("track_model", programs, now, p, v, model, numel, rounds, ahead, **settings)
-    for number, (raw, weight) in enumerate(own, 1):
-        settings = {"LOOKS_AHEAD": number == len(own), "BLOCK": BLOCK}
-        _launch("track_own", programs, p, v, raw, numel, momentum, weight, ahead, **settings)
+    settings = {"HAS_MOVED": rounds > 0, "BLOCK": BLOCK}
+    _launch("track_model", _programs(p), now, p, v, model, p.numel(), rounds, **settings)
 
 
 def _programs(vector: Tensor) -> int:

@@ -1,4 +1,6 @@
-"""Triton kernels of :mod:`aladdin_mpi.flat.fused`: each is one pass over flat vectors in fp32.
+"""Triton kernels of :mod:`aladdin_mpi.flat.fused`: each is one pass over flat vectors.
+
+Vectors are in fp32; residuals, velocities and the targets of messages may be in bf16.
 
 Importing this module imports Triton. Compilation must not fuse products and sums
 (``enable_fp_fusion=False``): decoded models have to be bit-identical on CPU and GPU.
@@ -27,7 +29,7 @@ def quantise(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     inside = at < numel
-    rest = tl.load(left + at, inside, 0.0) + tl.load(values + at, inside, 0.0)
+    rest = tl.load(left + at, inside, 0.0).to(tl.float32) + tl.load(values + at, inside, 0.0)
     scale = tl.max(tl.abs(rest), 1) * inverse_steps
     # tl.max ignores NaN.
     is_nan = tl.max((rest != rest).to(tl.int32), 1) > 0
@@ -50,7 +52,8 @@ def add_dequantised(target, scales, packed, numel, alpha, WIDTH: tl.constexpr, R
     steps = tl.load(packed + at, inside, 0).to(tl.float32)
     scale = tl.load(scales + row, row * WIDTH < numel, 0.0)
     product = steps * scale[:, None]
-    tl.store(target + at, tl.load(target + at, inside, 0.0) + alpha * product, inside)
+    before = tl.load(target + at, inside, 0.0).to(tl.float32)
+    tl.store(target + at, before + alpha * product, inside)
 
 
 @triton.jit
@@ -58,20 +61,16 @@ def momentum_step(
     g,
     x,
     v,
-    raw,
     numel,
     decay,
     momentum,
     NESTEROV: tl.constexpr,
-    KEEPS_RAW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Compute ``u <- g + decay x; v <- momentum v + u; g <- v``, or ``u + momentum v``."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
     gradient = tl.load(g + at, inside, 0.0) + decay * tl.load(x + at, inside, 0.0)
-    if KEEPS_RAW:
-        tl.store(raw + at, gradient, inside)
     velocity = momentum * tl.load(v + at, inside, 0.0) + gradient
     tl.store(v + at, velocity, inside)
     if NESTEROV:
@@ -80,55 +79,27 @@ def momentum_step(
 
 
 @triton.jit
-def track_advance(p, v, raw, mine, numel, lr, momentum, weight, ahead, BLOCK: tl.constexpr):
+def track_advance(p, v, mine, numel, lr, momentum, weight, ahead, BLOCK: tl.constexpr):
     """Compute ``mine <- lr mine``; move ``p`` to the point of the next gradient."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
-    tl.store(mine + at, lr * tl.load(mine + at, inside, 0.0), inside)
-    velocity = tl.load(v + at, inside, 0.0)
+    step = lr * tl.load(mine + at, inside, 0.0)
+    tl.store(mine + at, step, inside)
+    velocity = tl.load(v + at, inside, 0.0).to(tl.float32)
     position = tl.load(p + at, inside, 0.0) + ahead * velocity
-    velocity = momentum * velocity + weight * tl.load(raw + at, inside, 0.0)
+    velocity = momentum * velocity + weight * step
+    velocity = velocity.to(v.dtype.element_ty).to(tl.float32)  # as it is stored
     tl.store(v + at, velocity, inside)
     tl.store(p + at, position - (1.0 + ahead) * velocity, inside)
 
 
 @triton.jit
-def track_model(
-    now,
-    p,
-    v,
-    model,
-    numel,
-    rounds,
-    ahead,
-    HAS_MOVED: tl.constexpr,
-    LOOKS_AHEAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Compute ``v <- (model - now) / rounds; model <- now; p <- now``, ahead by ``v``."""
+def track_model(now, p, v, model, numel, rounds, HAS_MOVED: tl.constexpr, BLOCK: tl.constexpr):
+    """Compute ``v <- (model - now) / rounds; model <- now; p <- now``."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
     new = tl.load(now + at, inside, 0.0)
-    velocity = tl.load(v + at, inside, 0.0)
     if HAS_MOVED:
-        velocity = (tl.load(model + at, inside, 0.0) - new) / rounds
-        tl.store(v + at, velocity, inside)
+        tl.store(v + at, (tl.load(model + at, inside, 0.0) - new) / rounds, inside)
         tl.store(model + at, new, inside)
-    if LOOKS_AHEAD:
-        new -= ahead * velocity
     tl.store(p + at, new, inside)
-
-
-@triton.jit
-def track_own(
-    p, v, raw, numel, momentum, weight, ahead, LOOKS_AHEAD: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Compute ``v <- momentum v + weight raw; p <- p - v``, ahead by ``v``."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < numel
-    velocity = momentum * tl.load(v + at, inside, 0.0) + weight * tl.load(raw + at, inside, 0.0)
-    tl.store(v + at, velocity, inside)
-    position = tl.load(p + at, inside, 0.0) - velocity
-    if LOOKS_AHEAD:
-        position -= ahead * velocity
-    tl.store(p + at, position, inside)

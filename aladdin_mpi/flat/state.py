@@ -195,6 +195,10 @@ def _assign(owner: object, attribute: str, part: MergedPart) -> None:
     _load(owner, attribute, part.value)
 
 
+def _drop(owner: object, attribute: str, part: MergedPart) -> None:
+    """Ignore the state."""
+
+
 def _count_on(owner: object, attribute: str, part: MergedPart) -> None:
     setattr(owner, attribute, part.carried)
 
@@ -207,6 +211,8 @@ def _hold_back(owner: object, attribute: str, part: MergedPart) -> None:
 
 RESTART = Rule(mean, _by_component)
 """Each new rank starts afresh, except for components, which have their own rules."""
+DROPPED = Rule(first, _drop)
+"""Each new rank starts afresh, whatever the value is."""
 FIRST = Rule(first, _assign)
 SMALLEST = Rule(smallest, _assign)
 LARGEST = Rule(largest, _assign)

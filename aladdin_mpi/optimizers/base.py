@@ -42,7 +42,6 @@ class Optimizer(ABC):
         part: slice,
         gradient: Tensor,
         x: Tensor,
-        raw: Tensor | None = None,
         unused: Unused = (),
         workers: float = 1.0,
     ) -> None:
@@ -52,7 +51,6 @@ class Optimizer(ABC):
             part: the part of the flat vector.
             gradient: its gradient.
             x: its parameters.
-            raw: receives the direction without momentum.
             unused: see :class:`Optimizer`; the direction is zero there.
             workers: number of workers whose directions are averaged. Adam's are normalised as
                 that of their mean gradient is, see :func:`.normalise_by_mean`.

@@ -14,8 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.lanes import Lane
 from aladdin_mpi.flat.replica import places
-from aladdin_mpi.flat.unused import Unused, used_parts
-from aladdin_mpi.flat.vectors import blocks
+from aladdin_mpi.flat.unused import Unused
 from aladdin_mpi.optimizers.base import Inherited, Optimizer
 from aladdin_mpi.optimizers.part import (
     OptimizerPart,
@@ -156,7 +155,6 @@ class TorchOptimizer(Optimizer):
         self._parts: dict[tuple[int, int], OptimizerPart] = {}
         self._inherited = Inherited()
         self._scratch = like.new_empty(0)
-        self._previous: Tensor | None = None
         self._steps = 0
         self._scheduled = scheduler.last_epoch if scheduler is not None else 0
         self._access = access or ScriptAccess()
@@ -184,11 +182,10 @@ class TorchOptimizer(Optimizer):
         part: slice,
         gradient: Tensor,
         x: Tensor,
-        raw: Tensor | None = None,
         unused: Unused = (),
         workers: float = 1.0,
     ) -> None:
-        """Compute the direction; ``raw`` subtracts the previous one times the momentum."""
+        """Compute the direction from a step of a copy."""
         if gradient.is_meta:
             return
         moved = self._copy(x)
@@ -198,17 +195,6 @@ class TorchOptimizer(Optimizer):
             self._part(part).normalise_by_mean(gradient, x, workers)
             for each in unused:
                 gradient[each].zero_()
-        if raw is None:
-            return
-        if self._previous is None:
-            self._previous = torch.zeros_like(self._like)
-        previous, m = self._previous[part], self.momentum
-        for used in used_parts(raw.numel(), unused):
-            for d, before, out in blocks(gradient[used], previous[used], raw[used]):
-                torch.sub(d, before, alpha=m, out=out)
-                before.copy_(d)
-        for each in unused:
-            raw[each].zero_()
 
     def descend(
         self,
@@ -345,7 +331,6 @@ class TorchOptimizer(Optimizer):
                 for (start, stop), part in self._parts.items()
             ],
             "groups": [hyperparameters(group) for group in self.given.param_groups],
-            "previous": self._previous,
             "steps": self._steps,
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "inherited": self._inherited.state_dict(),
@@ -415,8 +400,6 @@ class TorchOptimizer(Optimizer):
         """Restore everything except the states of the parts."""
         for group, saved in zip(self.given.param_groups, state["groups"], strict=True):
             group.update(saved)
-        if state["previous"] is not None:
-            self._previous = state["previous"].to(self._like.device)
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(state["scheduler"])
             self._scheduled = self.scheduler.last_epoch

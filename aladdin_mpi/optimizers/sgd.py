@@ -57,25 +57,20 @@ class MomentumSGD(Optimizer):
         part: slice,
         gradient: Tensor,
         x: Tensor,
-        raw: Tensor | None = None,
         unused: Unused = (),
         workers: float = 1.0,
     ) -> None:
-        """Compute the direction; ``raw`` receives ``g + d x``."""
+        """Compute the direction."""
         if gradient.is_meta:
             return
         if self.clip is not None:
             self._clip(gradient, self.clip)
         velocity = gradient if self.velocity is None else self.velocity[part]
-        kept = gradient if raw is None else raw
         for used in used_parts(x.numel(), unused) if unused else WHOLE:
-            vectors = gradient[used], x[used], velocity[used], kept[used]
-            for g, x_part, v, u in blocks(*vectors):
-                self._to_direction(g, x_part, v, None if raw is None else u)
+            for vectors in blocks(gradient[used], x[used], velocity[used]):
+                self._to_direction(*vectors)
         for each in unused:
             gradient[each].zero_()
-            if raw is not None:
-                raw[each].zero_()
 
     def descend(
         self,
@@ -109,17 +104,13 @@ class MomentumSGD(Optimizer):
         for each in unused:
             gradient[each].zero_()
 
-    def _to_direction(self, g: Tensor, x: Tensor, v: Tensor, raw: Tensor | None = None) -> None:
+    def _to_direction(self, g: Tensor, x: Tensor, v: Tensor) -> None:
         """Turn a gradient into a direction; ``v`` is the velocity, if momentum is used."""
-        is_fused = self.velocity is not None and g.is_cuda
-        if is_fused and fused.is_usable(g, x, v, g if raw is None else raw):
-            settings = self.weight_decay, self.momentum, self.nesterov
-            fused.momentum_step(g, x, v, raw, *settings)
+        if self.velocity is not None and g.is_cuda and fused.is_usable(g, x, v):
+            fused.momentum_step(g, x, v, self.weight_decay, self.momentum, self.nesterov)
             return
         if self.weight_decay:
             g.add_(x, alpha=self.weight_decay)
-        if raw is not None:
-            raw.copy_(g)
         if self.velocity is None:
             return
         v.mul_(self.momentum).add_(g)

@@ -23,7 +23,7 @@ from torch import Tensor
 from aladdin_mpi.algorithms.aladdin_ahead import AheadServer, AheadWorker, levels
 from aladdin_mpi.control.budget import SampleLease
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.exchange.global_model import MOST_PENDING
+from aladdin_mpi.exchange.global_model import MOST_ENCODED, MOST_VECTORS, GlobalModelPredictor
 from aladdin_mpi.exchange.model_requests import (
     MOMENTS,
     CompressionController,
@@ -31,6 +31,7 @@ from aladdin_mpi.exchange.model_requests import (
     ModelRequestScheduler,
     fine_layout,
 )
+from aladdin_mpi.exchange.worker_mailbox import Sent
 from aladdin_mpi.flat.replica import PhantomReplica
 from aladdin_mpi.options.algorithms import AladdinAheadOptions, own
 from aladdin_mpi.options.cluster import Cluster
@@ -295,7 +296,7 @@ def test_aladdin_ahead_velocity_matches_linear_drift() -> None:
     drift = lr * problem.scale * (end.first - problem.optimum) / (1 - m)
     for index in range(case.workers):
         torch.testing.assert_close(
-            worker_of(end, index).track.velocity, drift, rtol=0.15, atol=1e-6
+            worker_of(end, index).track.velocity.float(), drift, rtol=0.15, atol=1e-6
         )
 
 
@@ -447,19 +448,23 @@ def test_timing_share_falls_for_late_and_rises_for_timely_models() -> None:
     assert timing.shares == [0.0, 0.0]
 
 
-def test_aladdin_ahead_pending_steps_use_bounded_memory() -> None:
+@pytest.mark.parametrize(("wire", "most"), [("fp32", MOST_VECTORS), ("int8", MOST_ENCODED)])
+def test_aladdin_ahead_keeps_bounded_number_of_messages(wire: str, most: int) -> None:
     """Models arrive many steps late; memory stays within the bound and no gradient is lost."""
     slow = Cluster.model_validate({"hosts": 5, "latency_us": 6.7e6})
-    end = run(job(samples=800, cluster=slow))
+    settings = {"weight_decay": 0.01, "momentum": 0.8, "wire": wire}
+    end = run(job(samples=800, numel=60, bucket=20, cluster=slow, settings=settings))
     end.check_accounts()
     for index in range(4):
-        track = worker_of(end, index).track
-        assert len(track.pending) <= MOST_PENDING
-        assert len(track.pending) + len(track._free) <= MOST_PENDING + 1
+        outbox, track = worker_of(end, index).link.outbox, worker_of(end, index).track
+        assert len(outbox._kept) == most
+        assert len(outbox._kept) + len(outbox._free) <= most + 4  # the ring, and two others
         assert track.mean_age > 3
+        vectors = {each.vector.data_ptr() for each in [*outbox._kept, *outbox._free]}
+        assert (len(vectors) == 1) == (wire == "int8")
 
 
-def test_aladdin_ahead_merges_steps_of_zero_rate() -> None:
+def test_aladdin_ahead_with_late_models_finishes_at_rate_of_zero() -> None:
     slow = Cluster.model_validate({"hosts": 5, "latency_us": 6.7e6})
     end = run(job(samples=400, cluster=slow, schedule=lambda samples: 0.1 * (samples < 200)))
     end.check_accounts()
@@ -536,17 +541,45 @@ def test_aladdin_ahead_clips_evenly_spread_gradient_as_a_whole() -> None:
     torch.testing.assert_close(end.first - end.model, torch.full((case.numel,), moved))
 
 
-def test_aladdin_ahead_merged_steps_equal_their_sum() -> None:
-    """Models arrive very late, so steps are merged."""
+@pytest.mark.parametrize("own", range(8))
+@pytest.mark.parametrize("oldest", [1, 3])
+def test_aladdin_ahead_repeats_own_messages_as_their_steps_one_by_one(
+    own: int, oldest: int
+) -> None:
+    """Some messages hold several steps; the first ones may not be kept any more."""
     track = worker_of(run(job(workers=1, samples=4))).track
-    track.open()
-    for number in range(1, MOST_PENDING + 4):
-        track.begin(lr=0.1 * number)
-        track.pending[-1].raw.fill_(number)
-    assert len(track.pending) == MOST_PENDING
-    moved = sum(step.lr * step.raw for step in track.pending)
-    expected = sum(0.1 * number * number for number in range(1, MOST_PENDING + 4))
-    torch.testing.assert_close(moved, torch.full_like(track.x, expected))
+    sent = _kept_messages(track, [1, 1, 3, 1, 2], oldest)
+    bucket = track.worker.layout.buckets[1]
+    now = torch.randn(bucket.numel)
+    m, w, velocity = 0.8, track.weight(bucket), bucket.of(track.velocity).clone()
+    before = [lump for lump in sent if lump.last <= own][-1:]
+    after = [lump for lump in sent if lump.last > own]
+    if not before and after and after[0].first > own + 1:
+        before, after = after[:1], after[1:]
+    step = bucket.of(before[0].vector) / before[0].count if before else 0.0
+    x = now.clone()
+    for lump in after:
+        for _ in range(lump.count):
+            former, step = step, bucket.of(lump.vector) / lump.count
+            velocity = m * velocity + w * (step - m * former)
+            x = x - velocity
+    track.rebase(bucket, now, track.count[bucket.index], own, 0)
+    expected = x - track.k * velocity
+    torch.testing.assert_close(bucket.of(track.velocity), velocity, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(bucket.of(track.x), expected, rtol=1e-4, atol=1e-4)
+
+
+def _kept_messages(track: GlobalModelPredictor, counts: list[int], oldest: int) -> list[Sent]:
+    """Let the outbox keep messages with random values and these numbers of steps."""
+    outbox = track.outbox
+    outbox._kept.clear()
+    number = oldest
+    for count in counts:
+        sent = Sent(torch.randn(track.x.numel()), [])
+        sent.count, sent.first, sent.last = count, number, number + count - 1
+        number += count
+        outbox._kept.append(sent)
+    return list(outbox._kept)
 
 
 # -- headroom ---------------------------------------------------------------------------------

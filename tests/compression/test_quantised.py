@@ -229,6 +229,41 @@ def test_quantised_messages_sum_to_gradients_within_half_a_step(bits: int, numel
         assert ((whole - arrived).abs() <= 0.5 * step + 1e-6 * largest).all()
 
 
+@both
+@pytest.mark.parametrize("numel", [*FEW, 256, 700])
+def test_held_values_are_in_next_message(bits: int, numel: int) -> None:
+    codec, bucket = codec_of(numel, bits), layout_of(numel).buckets[0]
+    (room,) = codec.wires(torch.zeros(numel), [bucket])
+    assert room.numel() == message_length(numel, 8)
+    held, values, target, arrived = drawn(numel, 1), drawn(numel, 2), *torch.zeros(2, numel)
+    codec.hold(bucket, held)
+    codec.add_held(bucket, target, -0.5)
+    torch.testing.assert_close(target, -0.5 * held)
+    message, _ = codec.compress(bucket, values, 0, room)
+    codec.add(bucket, message, arrived)
+    codec.add_held(bucket, arrived, 1.0)
+    torch.testing.assert_close(arrived, held + values)
+
+
+@both
+def test_rounded_residual_loses_less_than_256th_of_step(bits: int) -> None:
+    numel, count = 700, 50
+    codec, bucket = codec_of(numel, bits), layout_of(numel).buckets[0]
+    codec.residual_dtype = torch.bfloat16
+    room = codec.buffer_for(torch.zeros(numel))
+    whole, arrived, allowed = torch.zeros(3, numel, dtype=torch.float64)
+    for seed in range(count):
+        values = drawn(numel, seed)
+        message, _ = codec.compress(bucket, values, 0, room)
+        codec.add(bucket, message, arrived)
+        whole += values
+        allowed += 0.5 * step_of(message, numel) / 256
+    assert codec.left is not None and codec.left.dtype == torch.bfloat16
+    lost = (whole - arrived - codec.left).abs()
+    assert (lost <= allowed + 1e-4).all()
+    assert lost.mean() > 1e-5  # otherwise nothing was rounded
+
+
 def test_bits_may_change_between_messages() -> None:
     codec, bucket = codec_of(1000), layout_of(1000).buckets[0]
     whole, arrived = torch.zeros(1000), torch.zeros(1000)

@@ -242,22 +242,6 @@ def test_learning_rate_factor_scales_step(lr: float) -> None:
     assert g.abs().max() > 0.001  # the direction includes the groups' rates, but not the factor
 
 
-def test_raw_direction_excludes_momentum() -> None:
-    """``d - m d'``, d' the direction before: with momentum SGD the gradient."""
-    pair = Pair(lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), parts=False)
-    part, raw = pair.parts[0], torch.empty_like(pair.x)
-    rates = torch.full_like(pair.x, 0.1)
-    for number in range(3):
-        g = pair.gradient(number)
-        mine = g.clone()
-        pair.optimizer.correct(part, mine, pair.x, raw)
-        owned = raw != 0
-        torch.testing.assert_close(
-            raw[owned] / g[owned], _rates(pair, rates)[owned], rtol=2e-2, atol=1e-4
-        )
-    assert pair.optimizer.momentum == 0.9
-
-
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
 @pytest.mark.parametrize("workers", [1, 2, 16])
 def test_adam_direction_is_normalised_by_mean_gradient(
@@ -408,13 +392,12 @@ def test_scheduler_advances_every_step_and_rejects_extra_step() -> None:
 def test_restored_torch_optimizer_is_bit_identical(name: str) -> None:
     """The state goes through a file that contains only tensors and plain values."""
     straight, resumed = (Pair(BY_VALUE[name]) for _ in range(2))
-    raw = torch.empty_like(straight.x)
 
     def steps(pair: Pair, numbers: range) -> None:
         for number in numbers:
             g = pair.gradient(number)
             for part in pair.parts:
-                pair.optimizer.correct(part, g[part], pair.x[part], raw[part])
+                pair.optimizer.correct(part, g[part], pair.x[part])
             pair.x.sub_(g)
             # As a scheduler does, before a checkpoint that may follow.
             pair.given.param_groups[0]["lr"] = 0.01 / (number + 2)
