@@ -1,8 +1,8 @@
 """Device and pinned memory of a worker by algorithm, against the table in docs/gpus.md.
 
-Runs under mpirun with three ranks; the argument is a folder for the runs. The figures are multiples
-of the model (its trainable parameters in fp32) on the worker that uses most, after six steps,
-without activations and backward's temporary memory.
+Runs under mpirun with three ranks; the arguments are a folder for the runs, and algorithms instead
+of all. The figures are multiples of the model (its trainable parameters in fp32) on the worker that
+uses most, after six steps, without activations and backward's temporary memory.
 """
 
 from __future__ import annotations
@@ -151,11 +151,14 @@ def agrees(algorithm: str, measured: float, expected: float) -> bool:
 def main() -> None:
     """Report a row for each line of the guide's table."""
     meter = _Meter()
+    folder, *names = sys.argv[1:]
     table = guide_table(GUIDE.read_text())
     for algorithm in WARM_UP:
-        measure(meter, sys.argv[1], algorithm, "")
+        measure(meter, folder, algorithm, "")
     for (algorithm, case), expected in table.items():
-        mine = measure(meter, sys.argv[1], algorithm, case)
+        if names and algorithm not in names:
+            continue
+        mine = measure(meter, folder, algorithm, case)
         found = [WORLD.allreduce(each, MPI.MAX) for each in mine]
         if WORLD.rank == 0:
             passed = all(agrees(algorithm, *pair) for pair in zip(found, expected, strict=True))

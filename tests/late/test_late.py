@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu_check import rows
+from benchmarks.gpu_check.device import TEST, VARIABLE
+from benchmarks.gpu_check.rows import PASS
 from tests.late import build
 from tests.launch import ROOT, needs, run_ranks
 
@@ -60,6 +63,17 @@ def test_delayed_copy_device_reveals_mistakes() -> None:
 )
 def test_training_on_delayed_copy_device_over_mpi(tmp_path: Path, check: str) -> None:
     assert run(tmp_path, check).endswith("done\n")
+
+
+@needs("openmpi")
+@pytest.mark.parametrize("algorithm", ["aladdin-ahead", "bsp"])
+def test_worker_needs_device_memory_of_the_guide(tmp_path: Path, algorithm: str) -> None:
+    build.library()
+    program = ["-m", "benchmarks.gpu_check.program", "benchmarks.gpu_check.memory"]
+    completed = run_ranks(3, [*program, str(tmp_path), algorithm], env={VARIABLE: TEST})
+    found = [row for row in map(rows.parse, completed.stdout.splitlines()) if row is not None]
+    assert algorithm in {row.name.split()[0] for row in found}
+    assert [row for row in found if row.status != PASS] == []
 
 
 @pytest.mark.long
