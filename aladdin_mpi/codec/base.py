@@ -153,6 +153,13 @@ class GradientCodec(ABC):
     def add(self, bucket: Bucket, message: Tensor, target: Tensor, alpha: float = 1.0) -> None:
         """Compute ``target <- target + alpha * gradient``; ``target`` has the bucket's length."""
 
+    def add_to(
+        self, bucket: Bucket, message: Tensor, targets: Sequence[tuple[Tensor, float]]
+    ) -> None:
+        """Compute ``target <- target + alpha * gradient`` for pairs of a target and alpha."""
+        for target, alpha in targets:
+            self.add(bucket, message, target, alpha)
+
     def use(self, bits: int) -> None:
         """Encode further messages with ``bits`` bits per value, if there is a choice."""
         return

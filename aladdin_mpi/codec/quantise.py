@@ -12,7 +12,7 @@ they allocate only a few words for each block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -135,23 +135,32 @@ def quantise_difference(
 
 
 def add_dequantised(message: Tensor, target: Tensor, alpha: float, scratch: Scratch) -> None:
-    """Compute ``target <- target + alpha * values``.
+    """Compute ``target <- target + alpha * values``, as :func:`add_dequantised_to`."""
+    add_dequantised_to(message, [(target, alpha)], scratch)
+
+
+def add_dequantised_to(
+    message: Tensor, targets: Sequence[tuple[Tensor, float]], scratch: Scratch
+) -> None:
+    """Compute ``target <- target + alpha * values`` for pairs of a target and alpha.
 
     Products are rounded before they are added, not fused by a compiler, so that the result is
     the same on every machine and device (with ``alpha`` 1). The message's length determines its
-    bits; ``target`` is flat, in fp32 or bf16, and on the same device.
+    bits; targets are flat, in fp32 or bf16, and on the same device.
     """
-    numel = target.numel()
+    numel = targets[0][0].numel()
     bits = bits_of(numel, message.numel())
     assert bits is not None
-    if bits == FUSED_BITS and fused.is_usable(message, rounded=(target,)):
-        fused.add_dequantised(message, target, alpha, WIDTH)
+    if bits == FUSED_BITS and fused.is_usable(message, rounded=[each for each, _ in targets]):
+        for target, alpha in targets:
+            fused.add_dequantised(message, target, alpha, WIDTH)
         return
     for piece in _pieces(message, numel, bits):
-        part = target[piece.part].view(-1, piece.width)
-        steps = scratch.like(part)
+        steps = scratch.like(targets[0][0][piece.part].view(-1, piece.width))
         _unpack(piece.packed, steps, bits)
-        part.add_(steps.mul_(piece.scales), alpha=alpha)
+        steps.mul_(piece.scales)
+        for target, alpha in targets:
+            target[piece.part].view(-1, piece.width).add_(steps, alpha=alpha)
 
 
 def take(values: Tensor, left: Tensor, message: Tensor, bits: int, scratch: Scratch) -> None:

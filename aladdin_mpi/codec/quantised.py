@@ -14,6 +14,7 @@ from aladdin_mpi.codec.quantise import (
     BITS,
     Scratch,
     add_dequantised,
+    add_dequantised_to,
     message_length,
     quantise_difference,
     scales_of,
@@ -114,6 +115,15 @@ class QuantisedCodec(ScaledCodec):
 
     def _add_encoded(self, message: Tensor, target: Tensor, alpha: float) -> None:
         add_dequantised(message, target, alpha, self.scratch)
+
+    def add_to(
+        self, bucket: Bucket, message: Tensor, targets: Sequence[tuple[Tensor, float]]
+    ) -> None:
+        """Add a message's values to several targets, decoding it once."""
+        if targets[0][0].is_meta or message.numel() == bucket.numel:
+            super().add_to(bucket, message, targets)
+        else:
+            add_dequantised_to(message, targets, self.scratch)
 
     # -- checkpoints -------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:

@@ -281,13 +281,12 @@ class Outbox(Stateful):
 
         ``targets`` are pairs of a target, as long as the bucket, and its factor.
         """
-        message: Tensor | None = None
         if self._shared is not None and sent is not self._waiting:
             message, _ = self._codec.plain.fetch(sent.messages[bucket.index])
+            self._codec.add_to(bucket, message, targets)
+            return
         for target, factor in targets:
-            if message is not None:
-                self._codec.add(bucket, message, target, factor)
-            elif self._shared is not None:
+            if self._shared is not None:
                 self._codec.add_held(bucket, target, factor)
             else:
                 add(target, bucket.of(sent.vector), factor)
@@ -305,24 +304,25 @@ class Outbox(Stateful):
             self._free.append(slot)
 
     @property
-    def former(self) -> list[Tensor] | None:
-        """The messages of the last gradient, for a checkpoint between segments; None: not kept."""
+    def former(self) -> dict[str, Any] | None:
+        """What includes the last gradient, for a checkpoint between segments; None: not kept."""
         if not self._kept or self._kept[-1].vector.is_meta:
             return None
-        return [message.clone() for message in self._kept[-1].messages]
+        last = self._kept[-1]
+        return {"count": last.count, "messages": [each.clone() for each in last.messages]}
 
     @former.setter
-    def former(self, messages: list[Tensor] | None) -> None:
+    def former(self, saved: Mapping[str, Any] | None) -> None:
         while self._kept:
             self._let_go()
-        if messages is None:
+        if saved is None:
             return
         slot = self._free.pop() if self._free else self._new_slot()
         slot.messages = [
             cut(wire, 0, message.numel()).copy_(message)
-            for wire, message in zip(slot.wires, messages, strict=True)
+            for wire, message in zip(slot.wires, saved["messages"], strict=True)
         ]
-        slot.first = slot.last = 0
+        slot.count, slot.first, slot.last = saved["count"], 0, 0
         slot.is_kept = True
         self._kept.append(slot)
 

@@ -73,7 +73,10 @@ PAIRS: list[Any] = ["--workers", 6, "--batch-size", 8, "--slowdown", "0=1.7321",
 @pytest.mark.parametrize(
     ("algorithm", "options"),
     [
-        ("aladdin-ahead", ["--wire", "fp32"]),
+        ("aladdin-ahead", ["--wire", "fp32", "--aladdin-ahead-sync-rounds", 0]),
+        # In synchronous rounds, the order in which workers draw samples, and so their rates, is
+        # determined by ties.
+        ("aladdin-ahead", ["--wire", "fp32", "--lr-schedule", "constant"]),
         ("aladdin", []),
         pytest.param("async-diloco", ["--wire", "fp32"], marks=pytest.mark.long),
         ("easgd", []),
@@ -147,7 +150,7 @@ def test_vectors_exist_once_per_island(tmp_path: Path, algorithm: str) -> None:
             values_in(checkpoint_part(run_dir, rank)["role"]) for rank in range(servers + workers)
         ]
         totals.append((sum(held[:servers]), sum(held[servers:])))
-    assert totals[0] == totals[1]
+    assert totals[0] == pytest.approx(totals[1], rel=1e-4)  # messages are padded to whole blocks
     model = summary(tmp_path / "4")["parameters"]
     assert totals[0][1] >= 2 * 2 * model  # at least parameters and momentum of two workers
 
