@@ -242,15 +242,17 @@ class CopyStream:
     def _keep(self, source: Tensor) -> None:
         source.record_stream(self._stream)
 
-    def fetch(self, source: Tensor) -> tuple[Tensor, CopyEvent]:
+    def fetch(self, source: Tensor, after: CopyEvent | None = None) -> tuple[Tensor, CopyEvent]:
         """Start copying ``source`` from pinned memory to the device; return the copy and its event.
 
         Work that is submitted to the device from now on waits for the copy. Do not change
-        ``source`` before the event is complete.
+        ``source`` before the event is complete. ``after`` is the event of a copy to ``source``.
         """
         enter(self._device)
         computing = self._module.current_stream(self._device)
         with self._module.stream(self._way_in):
+            if after is not None:
+                after.hold()
             # Allocate on this stream: memory freed on the compute stream may still be in use there.
             target = torch.empty_like(source, device=self._device)
             target.copy_(source, non_blocking=True)

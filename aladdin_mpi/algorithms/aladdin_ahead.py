@@ -36,6 +36,7 @@ from aladdin_mpi.exchange.server_mailbox import Notes, ReceivedBucket
 from aladdin_mpi.exchange.worker_mailbox import Model, ModelInbox, Outbox
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.flat.state import MergedState, saved
+from aladdin_mpi.flat.vectors import clear
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.options.algorithms import ALADDIN_AHEAD, AladdinAheadOptions, own
 from aladdin_mpi.worker.role import TrainingWorker
@@ -123,8 +124,9 @@ class AheadWorker(TrainingWorker):
 
     def _send(self, g: Tensor) -> Callable[[Bucket], None]:
         def on_bucket(bucket: Bucket) -> None:
-            self.track.advance(bucket, g, self.worker.lr)
+            self.track.make_step(bucket, g, self.worker.lr)
             self.link.outbox.put(bucket)
+            self.track.advance(bucket, g)
 
         return on_bucket
 
@@ -150,6 +152,8 @@ class AheadWorker(TrainingWorker):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state from :meth:`state_dict`."""
         super().load_state_dict(state)
+        if self.link.outbox.newest is None:  # the velocity includes a step that is not known
+            clear(self.track.velocity)
         self.wire.use(self.room.level.bits)
 
     def resize(self, merged: MergedState) -> None:

@@ -149,6 +149,10 @@ class GradientCodec(ABC):
         """Compute ``target <- target + alpha * values``, with the values held back."""
         raise NotImplementedError
 
+    def state_without_held(self) -> dict[str, Any]:
+        """Return a state for :meth:`load_state_dict` without anything held back."""
+        raise NotImplementedError
+
     @abstractmethod
     def add(self, bucket: Bucket, message: Tensor, target: Tensor, alpha: float = 1.0) -> None:
         """Compute ``target <- target + alpha * gradient``; ``target`` has the bucket's length."""
@@ -253,12 +257,15 @@ class DenseWire(GradientCodec):
             return None
         return self._copies.copy(values, wire)
 
-    def fetch(self, message: Tensor) -> tuple[Tensor, CopyEvent | None]:
+    def fetch(self, message: Tensor, after: Event | None = None) -> tuple[Tensor, CopyEvent | None]:
         """Return ``message`` on the vectors' device, and the event that frees its buffer.
 
-        Returns the message itself if it is on that device.
+        Returns the message itself if it is on that device. ``after`` is the event after which it is
+        complete, if it was encoded here.
         """
-        return (message, None) if self._copies is None else self._copies.fetch(message)
+        if self._copies is None:
+            return message, None
+        return self._copies.fetch(message, after if isinstance(after, CopyEvent) else None)
 
     def stage(self, message: Tensor, out: Tensor | None = None) -> tuple[Tensor, Event | None]:
         """Return ``message`` in memory that the transport can use, and the event to await.

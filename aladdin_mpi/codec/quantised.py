@@ -116,6 +116,10 @@ class QuantisedCodec(ScaledCodec):
     def _add_encoded(self, message: Tensor, target: Tensor, alpha: float) -> None:
         add_dequantised(message, target, alpha, self.scratch)
 
+    def state_without_held(self) -> dict[str, Any]:
+        """Return the state of a codec that has sent nothing yet."""
+        return {"left": None}
+
     def add_to(
         self, bucket: Bucket, message: Tensor, targets: Sequence[tuple[Tensor, float]]
     ) -> None:

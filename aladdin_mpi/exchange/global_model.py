@@ -127,21 +127,28 @@ class GlobalModelPredictor(Stateful):
         self.pending.append(Step(self.sent, list(self.count)))
 
     # -- arithmetic ---------------------------------------------------------------------
-    def advance(self, bucket: Bucket, g: Tensor, lr: float) -> None:
-        """Turn the completed ``bucket`` of the flat gradient ``g`` into the step to send.
-
-        p moves to the point of the next gradient in case no model arrives.
-        """
+    def make_step(self, bucket: Bucket, g: Tensor, lr: float) -> None:
+        """Turn the completed ``bucket`` of the flat gradient ``g`` into the step to send."""
         if g.is_meta:
             return
-        k, m, w = self.k, self.optimizer.momentum, self.weight(bucket)
         for part in _pieces(bucket, g):
-            p, v, mine = self.x[part], self.velocity[part], g[part]
-            self.optimizer.correct(part, mine, p, self.worker.unused(part), self.n)
-            if fused.is_usable(p, mine, rounded=(v,)):
-                fused.track_advance(p, v, mine, lr, m, w, k)
-                continue
+            mine = g[part]
+            self.optimizer.correct(part, mine, self.x[part], self.worker.unused(part), self.n)
             mine.mul_(lr)
+
+    def advance(self, bucket: Bucket, step: Tensor) -> None:
+        """Move p to the point of the next gradient in case no model arrives.
+
+        ``step`` has the step in this bucket.
+        """
+        if step.is_meta:
+            return
+        k, m, w = self.k, self.optimizer.momentum, self.weight(bucket)
+        for part in _pieces(bucket, step):
+            p, v, mine = self.x[part], self.velocity[part], step[part]
+            if fused.is_usable(p, mine, rounded=(v,)):
+                fused.track_advance(p, v, mine, m, w, k)
+                continue
             p.add_(v, alpha=k)  # x: a handler that reads it here gets a consistent model too
             v.mul_(m).add_(mine, alpha=w)
             p.sub_(v, alpha=1 + k)
@@ -185,7 +192,7 @@ class GlobalModelPredictor(Stateful):
         before, sent = self.outbox.after(self.own[bucket.index])
         m, w, k = self.optimizer.momentum, self.weight(bucket), self.k
         count = sum(each.count for each in sent)
-        if sent and before is not None:
+        if sent and before is not None and m:
             self.outbox.add(before, bucket, (v, -w / before.count))
         p.sub_(v, alpha=sum(m**i for i in range(1, count + 1)) + k * m**count)
         if not sent:

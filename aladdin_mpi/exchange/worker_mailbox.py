@@ -38,6 +38,8 @@ class Sent:
         self.wires = wires
         self.messages: list[Tensor] = []
         """The messages sent so far, in the order of the buckets."""
+        self.events: list[Event | None] = []
+        """Events after which these messages are complete."""
         self.first = self.last = 0
         self.samples = 0
         self.weight = 1.0
@@ -119,12 +121,13 @@ class Outbox(Stateful):
         with the notes before the first :meth:`put`. ``weight`` is its share of the round.
         """
         self._reclaim()
-        # At most ring gradients in flight, one that waits and this one.
+        # At most those kept, ring in flight, one that waits and this one.
         slot = self._current = self._free.pop() if self._free else self._new_slot()
         slot.count, slot.samples, slot.weight = count, samples, weight
         slot.first, slot.last = self._begun + 1, self._begun + count
         self._begun = slot.last
         slot.messages.clear()
+        slot.events.clear()
         self._is_sending = self._waiting is None and len(self._in_flight) < self._ring
         if notes is not None:
             self.announce(notes)
@@ -249,6 +252,7 @@ class Outbox(Stateful):
             values = torch.zeros_like(values)
         message, event = self._codec.compress(bucket, values, slot.samples, wire)
         slot.messages.append(message)
+        slot.events.append(event)
         slot.requests.append(
             self._transport.isend(message, bucket.server, Tag.GRADIENT, after=event)
         )
@@ -282,7 +286,8 @@ class Outbox(Stateful):
         ``targets`` are pairs of a target, as long as the bucket, and its factor.
         """
         if self._shared is not None and sent is not self._waiting:
-            message, _ = self._codec.plain.fetch(sent.messages[bucket.index])
+            place = bucket.index
+            message, _ = self._codec.plain.fetch(sent.messages[place], sent.events[place])
             self._codec.add_to(bucket, message, targets)
             return
         for target, factor in targets:
@@ -322,9 +327,20 @@ class Outbox(Stateful):
             cut(wire, 0, message.numel()).copy_(message)
             for wire, message in zip(slot.wires, saved["messages"], strict=True)
         ]
+        slot.events = [None] * len(slot.messages)
+        if self._shared is None:
+            for bucket, message in zip(self._layout.buckets, slot.messages, strict=True):
+                bucket.of(slot.vector).copy_(message)
         slot.count, slot.first, slot.last = saved["count"], 0, 0
         slot.is_kept = True
         self._kept.append(slot)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state; within a segment, gradients that wait are lost."""
+        state = super().state_dict()
+        if self._waiting is not None and self._shared is not None:
+            state["codec"] = self._codec.state_without_held()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state from :meth:`state_dict`; earlier versions had no ``former``."""

@@ -97,17 +97,16 @@ def momentum_step(
 def track_advance(
     p: Tensor,
     v: Tensor,
-    mine: Tensor,
-    lr: float,
+    step: Tensor,
     momentum: float,
     weight: float,
     ahead: float,
 ) -> None:
     """Compute :meth:`aladdin_mpi.exchange.global_model.GlobalModelPredictor.advance`.
 
-    ``mine <- lr mine; p <- p + ahead v; v <- momentum v + weight mine; p <- p - (1 + ahead) v``.
+    ``p <- p + ahead v; v <- momentum v + weight step; p <- p - (1 + ahead) v``.
     """
-    arguments = p, v, mine, p.numel(), lr, momentum, weight, ahead
+    arguments = p, v, step, p.numel(), momentum, weight, ahead
     _launch("track_advance", _programs(p), *arguments, BLOCK=BLOCK)
 
 

@@ -79,15 +79,13 @@ def momentum_step(
 
 
 @triton.jit
-def track_advance(p, v, mine, numel, lr, momentum, weight, ahead, BLOCK: tl.constexpr):
-    """Compute ``mine <- lr mine``; move ``p`` to the point of the next gradient."""
+def track_advance(p, v, step, numel, momentum, weight, ahead, BLOCK: tl.constexpr):
+    """Move ``p`` to the point of the next gradient."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
-    step = lr * tl.load(mine + at, inside, 0.0)
-    tl.store(mine + at, step, inside)
     velocity = tl.load(v + at, inside, 0.0).to(tl.float32)
     position = tl.load(p + at, inside, 0.0) + ahead * velocity
-    velocity = momentum * velocity + weight * step
+    velocity = momentum * velocity + weight * tl.load(step + at, inside, 0.0)
     velocity = velocity.to(v.dtype.element_ty).to(tl.float32)  # as it is stored
     tl.store(v + at, velocity, inside)
     tl.store(p + at, position - (1.0 + ahead) * velocity, inside)

@@ -100,14 +100,13 @@ def momentum(numel: int, nesterov: bool, device: torch.device) -> float:
 
 def advance(numel: int, dtype: torch.dtype, device: torch.device) -> float:
     """Return the difference of :func:`fused.track_advance`, with a velocity in ``dtype``."""
-    p, v, mine = vectors(numel, 3, device)
+    p, v, step = vectors(numel, 3, device)
     v = v.to(dtype)
-    lr, m, weight, ahead = 0.1, 0.9, 0.05, 0.7
-    expected_v = (m * v.float() + weight * lr * mine).to(dtype).float()
+    m, weight, ahead = 0.9, 0.05, 0.7
+    expected_v = (m * v.float() + weight * step).to(dtype).float()
     expected_p = p + ahead * v.float() - (1 + ahead) * expected_v
-    expected_mine = lr * mine
-    fused.track_advance(p, v, mine, lr, m, weight, ahead)
-    pairs = (p, expected_p), (v, expected_v), (mine, expected_mine)
+    fused.track_advance(p, v, step, m, weight, ahead)
+    pairs = (p, expected_p), (v, expected_v)
     return max(difference(*pair) for pair in pairs)
 
 

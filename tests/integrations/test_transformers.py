@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,10 @@ def test_trainer_serves_and_stops_with_asynchronous_algorithms(tmp_path: Path) -
         for worker in (first, second):
             events = worker.figures["events"]
             assert events.count("epoch_begin") == events.count("epoch_end")
-            assert worker.figures["loss"] > 0
+        # A worker may find that the others have taken all samples.
+        losses = [worker.figures["loss"] for worker in (first, second)]
+        assert any(loss > 0 for loss in losses)
+        assert all(loss > 0 or isnan(loss) for loss in losses)
         if case != "stopped-aladdin":
             assert {each.figures["step"] for each in (server, first, second)} == {24}
             assert summary(tmp_path / case / "run")["samples"] == 96

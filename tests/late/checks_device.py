@@ -15,6 +15,7 @@ from tests.late.device import KIND, runtime
 DEVICE = torch.device(KIND, 2)
 LONG = 50_000
 """Longest duration of a copy or a kernel in microseconds, so that a missing wait shows."""
+TRIES = 10
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +97,23 @@ def copied(waits: bool) -> list[float]:
 def test_missing_wait_shows_as_a_race() -> None:
     assert copied(waits=False) == [100, 101, 102, 103]
     assert copied(waits=True) == [0, 1, 2, 3]
+
+
+def read_back(delays: tuple[int, int], waits: bool) -> list[float]:
+    """Return ones that are copied to pinned memory, which contained nines, and back."""
+    copies, values = accelerator.CopyStream(DEVICE), torch.zeros(4, device=DEVICE)
+    pinned = torch.full((4,), 9.0, pin_memory=True)
+    runtime.set_delays(*delays)
+    values.add_(1)
+    event = copies.copy(values, pinned)
+    found: list[float] = copies.fetch(pinned, event if waits else None)[0].tolist()
+    return found
+
+
+@pytest.mark.parametrize("delays", [(LONG, 0), (0, LONG)], ids=["copies", "kernels"])
+def test_fetch_waits_for_the_copy_that_fills_its_source(delays: tuple[int, int]) -> None:
+    assert all(read_back(delays, waits=True) == [1] * 4 for _ in range(TRIES))
+    assert any(read_back(delays, waits=False) == [9] * 4 for _ in range(TRIES))
 
 
 def copied_from_a_temporary(records: bool) -> list[float]:

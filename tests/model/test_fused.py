@@ -31,8 +31,8 @@ SIGNATURES: dict[str, tuple[list[str], dict[str, Any]]] = {
         [F32, F32, F32, I32, NUMBER, NUMBER],
         {"NESTEROV": True, "BLOCK": 1024},
     ),
-    "track_advance": ([F32, F32, F32, I32, *[NUMBER] * 4], {"BLOCK": 1024}),
-    "track_advance, bf16": ([F32, BF16, F32, I32, *[NUMBER] * 4], {"BLOCK": 1024}),
+    "track_advance": ([F32, F32, F32, I32, *[NUMBER] * 3], {"BLOCK": 1024}),
+    "track_advance, bf16": ([F32, BF16, F32, I32, *[NUMBER] * 3], {"BLOCK": 1024}),
     "track_model, bf16": (
         [F32, F32, BF16, F32, I32, NUMBER],
         {"HAS_MOVED": True, "BLOCK": 1024},
