@@ -64,7 +64,7 @@ class QuantisedCodec(ScaledCodec):
 
     def model_decoder(self) -> QuantisedDecoder:
         """Return the decoder for quantised differences."""
-        return QuantisedDecoder()
+        return QuantisedDecoder(self.scratch)
 
     # -- memory ----------------------------------------------------------------
     def buffer_for(self, vector: Tensor) -> Tensor:
@@ -181,11 +181,15 @@ class QuantisedEncoder(ShadowEncoder):
 
 
 class QuantisedDecoder(ModelDecoder):
-    """Decoder whose copy is bit-identical to the sender's shadow."""
+    """Decoder whose copy is bit-identical to the sender's shadow.
 
-    def __init__(self) -> None:
+    Args:
+        scratch: temporary memory, which others may use between messages.
+    """
+
+    def __init__(self, scratch: Scratch) -> None:
         super().__init__()
-        self._scratch = Scratch()
+        self._scratch = scratch
 
     def _update(self, last: Tensor, message: Tensor) -> None:
         add_dequantised(message, last, 1.0, self._scratch)

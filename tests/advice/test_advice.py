@@ -322,7 +322,7 @@ def test_memory_of_workers_is_that_of_the_gpu_guide() -> None:
 
 def test_memory_of_unmeasured_candidate_is_unknown() -> None:
     assert memory.worker_models(Candidate("bsp", 1, False), 4) == (3.0, 2.1)
-    assert memory.worker_models(Candidate("bsp", 1, False, (("wire", "int8"),)), 4) == (5.2, 1.4)
+    assert memory.worker_models(Candidate("bsp", 1, False, (("wire", "int8"),)), 4) == (5.1, 1.4)
     assert memory.worker_models(Candidate("shat", 1, False), 4) is None
     assert memory.worker_models(Candidate("bsp", 1, False, (("island", "node"),)), 2) == (2.5, 4.05)
 

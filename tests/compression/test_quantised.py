@@ -374,7 +374,7 @@ def test_small_change_of_large_model_arrives(bits: int) -> None:
 
 def test_each_worker_has_own_shadow_model_and_bits() -> None:
     line = Line(1000, 8)
-    decoders = {1: QuantisedDecoder(), 2: QuantisedDecoder()}
+    decoders = {n: QuantisedDecoder(Scratch()) for n in (1, 2)}
     line.encoder.use(2, 4)
     lengths = []
     for rank in (1, 2, 1, 1, 2):
