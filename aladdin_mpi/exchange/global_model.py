@@ -183,7 +183,8 @@ class GlobalModelPredictor(Stateful):
                 continue
             if rounds > 0:
                 torch.sub(former, new, out=velocity).div_(rounds)
-                former.copy_(new)
+                if self._former is None:  # otherwise the decoder has changed M
+                    former.copy_(new)
             x.copy_(new)
         self._repeat_own_steps(bucket, p, v)
 
