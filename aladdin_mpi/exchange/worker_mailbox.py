@@ -277,7 +277,7 @@ class Outbox(Stateful):
 
     @property
     def newest(self) -> Sent | None:
-        """What includes the newest complete gradient; None before the first one of the run."""
+        """The newest complete gradient, or its sum; None before the first one of the run."""
         return self._waiting or (self._kept[-1] if self._kept else None)
 
     def add(self, sent: Sent, bucket: Bucket, *targets: tuple[Tensor, float]) -> None:
@@ -310,7 +310,7 @@ class Outbox(Stateful):
 
     @property
     def former(self) -> dict[str, Any] | None:
-        """What includes the last gradient, for a checkpoint between segments; None: not kept."""
+        """The last messages and their count, for a checkpoint between segments; None: not kept."""
         if not self._kept or self._kept[-1].vector.is_meta:
             return None
         last = self._kept[-1]

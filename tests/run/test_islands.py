@@ -146,11 +146,12 @@ def test_vectors_exist_once_per_island(tmp_path: Path, algorithm: str) -> None:
     for workers, more in ((2, []), (4, ISLANDS)):
         run_dir = tmp_path / str(workers)
         simulate(run_dir, *options, "--workers", workers, *more, "--hosts", 2, "--servers", 2)
-        held = [
-            values_in(checkpoint_part(run_dir, rank)["role"]) for rank in range(servers + workers)
-        ]
+        roles = [checkpoint_part(run_dir, rank)["role"] for rank in range(servers + workers)]
+        for role in roles:  # each lane pads its messages to whole blocks
+            role.get("outbox", {}).pop("former", None)
+        held = [values_in(role) for role in roles]
         totals.append((sum(held[:servers]), sum(held[servers:])))
-    assert totals[0] == pytest.approx(totals[1], rel=1e-4)  # messages are padded to whole blocks
+    assert totals[0] == totals[1]
     model = summary(tmp_path / "4")["parameters"]
     assert totals[0][1] >= 2 * 2 * model  # at least parameters and momentum of two workers
 
