@@ -250,7 +250,8 @@ class AladdinServer(ServerAlgorithm):
             shards = [item for s in states if s is not None for item in s["shards"].items()]
             buckets = layout.buckets
             merged["shards"] = [
-                (buckets[index].start, buckets[index].stop, shard) for index, shard in shards
+                {"start": buckets[i].start, "stop": buckets[i].stop, "state": shard}
+                for i, shard in shards
             ]
         return merged
 
@@ -260,8 +261,8 @@ class AladdinServer(ServerAlgorithm):
         for shard in self.shards.values():
             shard.total = merged.server["applied"]
             shard.total_at_send = [shard.total] * self.n
-            for start, stop, state in merged.server.get("shards", ()) if merged.keeps_sums else ():
-                shard.take_over(start, stop, state)
+            for each in merged.server.get("shards", ()) if merged.keeps_sums else ():
+                shard.take_over(**each)
             shard.applied = shard.total - shard.dropped - shard.sum.count
 
 

@@ -41,11 +41,6 @@ class Lane:
         self._places = [*accumulate(lengths, initial=0)]
         """Starts of the ranges in the lane's vector, and its length."""
 
-    @property
-    def parts(self) -> list[slice]:
-        """The parts of the whole vector that form the lane's."""
-        return self.widen(slice(0, self._places[-1]))
-
     def narrow(self, part: slice) -> slice:
         """Return the lane's share of a part of the whole vector, as a part of the lane's vector."""
         return slice(self._place(part.start), self._place(part.stop))
@@ -61,6 +56,30 @@ class Lane:
         """Return the number of values of each parameter, given those in the whole vector."""
         places = [self._place(edge) for edge in accumulate(whole, initial=0)]
         return [stop - start for start, stop in pairwise(places)]
+
+    def shared(self, other: Lane) -> list[tuple[slice, slice]]:
+        """Return the places of the values that both lanes have: in this vector, and in the other.
+
+        Both are in order, and values that are adjacent in both vectors form one place.
+        """
+        found: list[tuple[slice, slice]] = []
+        mine = theirs = 0
+        here = there = slice(0, 0)
+        while mine < len(self._ranges) and theirs < len(other._ranges):
+            a, b = self._ranges[mine], other._ranges[theirs]
+            start, stop = max(a.start, b.start), min(a.stop, b.stop)
+            if start < stop:
+                first = self._places[mine] + start - a.start
+                second = other._places[theirs] + start - b.start
+                if found and (here.stop, there.stop) == (first, second):
+                    found.pop()
+                else:
+                    here, there = slice(first, first), slice(second, second)
+                here = slice(here.start, first + stop - start)
+                there = slice(there.start, second + stop - start)
+                found.append((here, there))
+            mine, theirs = mine + (a.stop <= b.stop), theirs + (b.stop <= a.stop)
+        return found
 
     def widen(self, part: slice) -> list[slice]:
         """Return the parts of the whole vector that form a part of the lane's vector."""

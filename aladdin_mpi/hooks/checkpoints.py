@@ -52,7 +52,7 @@ from aladdin_mpi.session.context import Context, collect_model, versions
 from aladdin_mpi.session.coordinator import Coordinator, RunHook, SegmentEnd
 from aladdin_mpi.session.islands import Islands
 from aladdin_mpi.session.plan import Origin, Plan
-from aladdin_mpi.session.resizing import StateAssembly, joined_counts, report_resize, share, taken
+from aladdin_mpi.session.resizing import merge_lanes, report_resize, taken
 from aladdin_mpi.session.session import Session
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.worker.role import Role
@@ -512,24 +512,15 @@ class Checkpoints(RunHook):
         context, origin, transport = session.context, session.origin, self._transport
         first = transport.rank == 0
         state = all_or_none(transport, lambda: self._load(resizes=True) if first else None)
-        former, among = origin.ranks, context.among
-
-        def merge() -> MergedState | None:
-            if among.rank:
-                return None
-            return StateAssembly(self._store.part, former, context, session.role).merged()
-
-        merged = all_or_none(transport, merge)
-        of_all = joined_counts(context, former, merged)
-        if of_all is not None and state is not None:
+        former = origin.ranks
+        merged, of_all = merge_lanes(self._store.part, former, context, session.role)
+        if state is not None:
             granted = former.divided(state["keeper"].get("granted", ()))
             of_all.granted = granted[origin.servers :]
-        merged = share(among, merged)
-        now_taken = broadcast(transport, taken(of_all) if first and of_all is not None else None)
-        past = (*origin.past, Period(tuple(now_taken)))
+        past = (*origin.past, Period(tuple(broadcast(transport, taken(of_all)))))
         begun = context.servers, context.workers
         now = Origin(context.workers, context.servers, past, origin.schedule_step, begun)
-        session.resize(state, merged, now, of_all or merged)
+        session.resize(state, merged, now, of_all)
         all_or_none(transport, lambda: self._restore_local(session, former))
         if first and not context.options.quiet:
             report_resize(context.algorithm, origin, now, lr)
@@ -542,7 +533,7 @@ class Checkpoints(RunHook):
         island = context.islands.number(rank)
         is_new = island >= len(former.members)
         members = former.members[0 if is_new else island]
-        part = self._store.part(members[context.island.index(rank)])
+        part = self._store.part(members[context.island.index(rank) % len(members)])
         if part is not None:
             restore = session.local.share_buffers if is_new else session.local.load_state_dict
             restore(part["local"])

@@ -244,6 +244,35 @@ def _part(state: State, start: int, stop: int) -> State:
     }
 
 
+def without_parts(state: Any) -> Any:
+    """Return an optimizer's state without its cut into parts, as far as it depends on one.
+
+    The states of the parts' pieces become states of ranges of values, see :class:`Inherited`.
+
+    Raises:
+        UserError: an earlier version, which did not describe the pieces, has saved the state.
+    """
+    if not isinstance(state, dict) or "parts" not in state:
+        return state
+    ranges = list(state.get("inherited", ()))  # older than the parts, which overwrite them
+    for part in state["parts"]:
+        pieces, first = part["state"], part["start"]
+        if "numbers" not in pieces:
+            raise UserError(
+                "--allow-resize: an earlier version has written the checkpoint, whose optimizer "
+                "state it cannot divide differently. Resume once with the same ranks, and change "
+                "them from the next checkpoint on."
+            )
+        places = zip(pieces["numbers"], pieces["starts"], pieces["stops"], strict=True)
+        states = pieces["inner"]["state"]
+        ranges += [
+            {"start": first + start, "stop": first + stop, "state": states[number]}
+            for number, start, stop in places
+            if number in states
+        ]
+    return {**state, "parts": [], "inherited": ranges}
+
+
 def _joined(start: int, stop: int, pieces: list[tuple[int, int, State]]) -> State:
     joined: State = {}
     for a, b, state in pieces:

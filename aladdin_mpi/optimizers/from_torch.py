@@ -15,7 +15,7 @@ from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.lanes import Lane
 from aladdin_mpi.flat.replica import places
 from aladdin_mpi.flat.unused import Unused
-from aladdin_mpi.optimizers.base import Inherited, Optimizer
+from aladdin_mpi.optimizers.base import Inherited, Optimizer, without_parts
 from aladdin_mpi.optimizers.part import (
     OptimizerPart,
     PartPiece,
@@ -248,10 +248,7 @@ class TorchOptimizer(Optimizer):
         key = part.start, part.stop
         if key not in self._parts:
             new = self._parts[key] = self._rows(part) if self.takes_parts else self._shaped(part)
-            for leaf, piece in new.leaves():
-                first = part.start + piece.start
-                if state := self._inherited.take(first, first + piece.numel):
-                    new.put(leaf, state)
+            new.inherit(self._inherited, part.start)
         return self._parts[key]
 
     def _rows(self, part: slice) -> OptimizerPart:
@@ -349,14 +346,8 @@ class TorchOptimizer(Optimizer):
             self.load_state_dict(state)
             return
         self._load_common(state)
-        for saved in state.get("inherited", []):  # older than the parts, which overwrite it
+        for saved in without_parts(state)["inherited"]:
             self._inherited.add(saved["start"], saved["stop"], saved["state"])
-        for saved in state["parts"]:
-            cut = self._rows(slice(saved["start"], saved["stop"]))
-            cut.load_state_dict(saved["state"])
-            for leaf, piece in cut.leaves():
-                first = saved["start"] + piece.start
-                self._inherited.add(first, first + piece.numel, cut.state_of(leaf))
         if parts:
             self._inherited.keep(parts)
 

@@ -235,16 +235,31 @@ class OptimizerPart:
         state: dict[str, Any] = self._inner.state.get(leaf, {})
         return state
 
-    def put(self, leaf: nn.Parameter, state: dict[str, Any]) -> None:
-        """Set the state of a piece."""
-        self._inner.state[leaf] = state
+    def inherit(self, states: Inherited, start: int) -> None:
+        """Take the pieces' states from those of ranges; the part begins at ``start``."""
+        is_new = True
+        for leaf, piece in self.leaves():
+            if state := states.take(start + piece.start, start + piece.stop):
+                self._inner.state[leaf], is_new = state, False
+        if not is_new:
+            # Torch moves each value to the device where the optimizer expects it.
+            self._inner.load_state_dict(self._inner.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the pieces' states and hyperparameters, and the adopted ones of ``given``."""
+        """Return the pieces' states and hyperparameters, and the adopted ones of ``given``.
+
+        ``numbers`` are the pieces' numbers in the state of the inner optimizer, which counts its
+        parameters group by group.
+        """
+        groups = self._inner.param_groups
+        ordered = [leaf for group in groups for leaf in group["params"]]
+        numbers = {id(leaf): number for number, leaf in enumerate(ordered)}
         return {
             "inner": self._inner.state_dict(),
             "seen": self._seen,
             "starts": [piece.start for piece in self.pieces],
+            "stops": [piece.stop for piece in self.pieces],
+            "numbers": [numbers[id(leaf)] for leaf in self._leaves],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

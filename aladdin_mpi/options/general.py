@@ -530,7 +530,7 @@ class GeneralOptions(BaseModel):
     )
     allow_resize: bool = output_option(
         False,
-        "allow --resume with another number of workers or --servers",
+        "allow --resume with another number of workers, --servers or --island",
         details="all workers start from the checkpoint's global model",
     )
     checkpoint_every: Interval = output_option(

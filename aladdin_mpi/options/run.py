@@ -240,7 +240,7 @@ RESUME_FIELDS = (LOCAL_FIELDS - {"run_dir", "overwrite"}) | {
     "worker_timeout",
 }
 """Options that may be passed with ``--resume``."""
-RESIZE_FIELDS = frozenset({"cluster", "ranks_per_host", "servers", "slowdown", "workers"})
+RESIZE_FIELDS = frozenset({"cluster", "island", "ranks_per_host", "servers", "slowdown", "workers"})
 """Further options that may be passed with ``--resume --allow-resize``."""
 NOT_KEPT = frozenset({"allow_resize", "overwrite", "run_dir"})
 """Stored options that concern only the command that wrote them."""

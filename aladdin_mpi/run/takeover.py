@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from aladdin_mpi.control.exchange import (
-    all_or_none,
     broadcast,
     broadcast_tensor,
     gather,
@@ -35,7 +34,7 @@ from aladdin_mpi.run.rank import Rank
 from aladdin_mpi.run.run_folder import OpenFolder
 from aladdin_mpi.session.context import Context
 from aladdin_mpi.session.plan import Origin
-from aladdin_mpi.session.resizing import StateAssembly, describe_ranks, share, taken
+from aladdin_mpi.session.resizing import describe_ranks, merge_lanes, taken
 from aladdin_mpi.session.session import Session
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.worker.role import COMPUTED, TrainingWorker
@@ -190,16 +189,10 @@ def take_over(session: Session, takeover: Takeover) -> None:
     transport, is_first = context.transport, context.transport.rank == COORDINATOR
     parts = _StateParts(transport, takeover)
 
-    def merge() -> MergedState | None:
-        if not is_first:
-            return None
-        return StateAssembly(parts.of, origin.ranks, context, session.role).merged()
-
-    merged = all_or_none(transport, merge)
+    merged, _ = merge_lanes(parts.of, origin.ranks, context, session.role)
     parts.end()
-    if merged is not None:
-        merged.granted = plan.accounting["granted"][origin.servers :]
-    merged = share(transport, merged)
+    merged.granted = plan.accounting["granted"][origin.servers :] if is_first else []
+    merged.granted = broadcast(transport, merged.granted)
     lost = _reconcile(merged, plan)
     past = (*origin.past, Period(taken(merged)))
     _keep_own_counts(merged, plan)

@@ -308,31 +308,12 @@ def _cut(
     return make_lanes(layout, islands.lanes)
 
 
-def former_lane(context: Context, lane: Lane, former: Islands) -> Lane:
-    """Return one of this run's lanes as it was with the islands that wrote a checkpoint.
-
-    Raises:
-        UserError: it had other parts of the model.
-    """
-    now = context.islands
-    has_lanes = now.lanes == now.size or now.size == 1
-    if (former.size, former.lanes) == (now.size, now.lanes) and has_lanes:
-        lanes = _cut(
-            context.options,
-            context.algorithm,
-            context.module,
-            context.whole,
-            former,
-            context.project,
-        )
-        if lane.count == 1 or lanes[lane.number].parts == lane.parts:
-            return lanes[lane.number]
-    raise UserError(
-        f"--allow-resize: the checkpoint is of islands of {former.size} with {former.lanes} lanes "
-        f"and {former.servers} servers, this run has islands of {now.size} with {now.lanes} lanes "
-        f"and {now.servers} servers, and so other parts of the model on each rank. Change only "
-        "the number of islands, each with a lane for every rank."
-    )
+def former_lanes(context: Context, former: Islands) -> Sequence[Lane]:
+    """Return the lanes of this run's model with the islands that wrote a checkpoint."""
+    if former == context.islands:
+        return context.lanes
+    options, algorithm, module = context.options, context.algorithm, context.module
+    return _cut(options, algorithm, module, context.whole, former, context.project)
 
 
 def _check_whole_parameters(context: Context) -> None:

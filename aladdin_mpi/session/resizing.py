@@ -1,30 +1,39 @@
 """Reading a checkpoint with other numbers of workers and servers than those that wrote it.
 
-Rank 0 reads all parts, one after another, merges them and broadcasts what all ranks need; with
-islands, the first rank of each lane does so for its lane. Each worker reads the rest of its state
-(random numbers, buffers, the training loop's state) from the part of the previous worker with its
-number.
+The first rank of each lane reads the parts of the former lanes that had values of its own, one
+after another, merges them and broadcasts what the ranks of the lane need; without islands that is
+rank 0. Each worker reads the rest of its state (random numbers, buffers, the training loop's state)
+from the part of the previous worker with its number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from aladdin_mpi.control.exchange import broadcast, broadcast_tensor, gather, packed, unpacked
+from aladdin_mpi.control.exchange import (
+    all_or_none,
+    broadcast,
+    broadcast_tensor,
+    gather,
+    packed,
+    unpacked,
+)
 from aladdin_mpi.errors import LostError
 from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
+from aladdin_mpi.flat.lanes import Lane
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.flat.state import MergedState, numbers
 from aladdin_mpi.optimizers.sgd import LearningRate
 from aladdin_mpi.options.algorithms import Algorithm
 from aladdin_mpi.process import console
-from aladdin_mpi.session.context import Context, former_lane
+from aladdin_mpi.session.context import Context, former_lanes
 from aladdin_mpi.session.islands import Islands
+from aladdin_mpi.session.lane_change import Counts, LaneCut, counts_of_lane
 from aladdin_mpi.session.plan import Origin
 from aladdin_mpi.session.session import traffic_in
 from aladdin_mpi.transport.base import Transport
@@ -32,6 +41,8 @@ from aladdin_mpi.worker.role import LEFT_OUT, SAMPLES, Role
 
 PIECE = 1 << 26
 """Bytes of one broadcast."""
+Read = Callable[[int], "dict[str, Any] | None"]
+"""Function that returns the state of a former rank; None for a lost one."""
 
 
 class StateAssembly:
@@ -39,29 +50,25 @@ class StateAssembly:
 
     For a lost server, the workers have the model, and a replica has the rest.
 
-    With islands, the first rank of each lane merges the states of this lane.
-
     Args:
-        part: returns a rank's state, called in rank order; None for a lost one.
+        read: returns a rank's state, called in rank order.
         former: the ranks that wrote the states.
+        lane: the lane of these ranks whose states are merged.
         context: context of this run.
         role: this rank's role.
-
-    Raises:
-        UserError: the former lanes had other parts of the model.
     """
 
     def __init__(
         self,
-        part: Callable[[int], dict[str, Any] | None],
+        read: Read,
         former: Islands,
+        lane: Lane,
         context: Context,
         role: Role,
     ) -> None:
-        like, lane = context.whole.parameters, context.lane
-        assert lane is not None
-        self._layout = layout = former_lane(context, lane, former).layout
-        self._part = part
+        like = context.whole.parameters
+        self._layout = layout = lane.layout
+        self._part = read
         self._algorithm = context.algorithm
         ranks = former.ranks(lane.number)
         servers = former.servers // former.lanes
@@ -141,27 +148,87 @@ class StateAssembly:
             mine.add_(theirs - mine, alpha=weight / self._weights[bucket.index].item())
 
 
-def joined_counts(
-    context: Context, former: Islands, merged: MergedState | None
-) -> MergedState | None:
-    """Return at rank 0 a state with the counts of all former workers, in rank order.
+def merge_lanes(
+    read: Read, former: Islands, context: Context, role: Role
+) -> tuple[MergedState, MergedState]:
+    """Return the merged state of the ranks that trained a rank's lane; every rank calls it.
 
-    Every rank calls it; ``merged`` is that of a lane on its first rank. Without islands it is
-    that of all.
+    The lane's first rank merges, and broadcasts the result among the ranks of the lane.
+
+    Args:
+        read: returns the state of a former rank.
+        former: the former ranks.
+        context: context of this run.
+        role: this rank's role.
+
+    Returns:
+        The merged state, empty for a rank without a lane; and one that only has the counts of all
+        former workers, by rank.
+
+    Raises:
+        UserError, RefusedError: see :meth:`StateAssembly.merged`; or a state cannot be divided
+            differently.
     """
-    if former.size == 1:
-        return merged
-    lane = None if merged is None or context.lane is None else context.lane.number
-    mine = None if lane is None or merged is None else [lane, merged.counts]
-    counts: dict[int, dict[str, float] | None] = {}
-    for number, of_lane in filter(None, gather(context.transport, mine)):
-        counts |= dict(zip(former.workers(number), of_lane, strict=True))
-    if context.transport.rank:
-        return None
-    return MergedState(torch.empty(0), {}, counts=[counts[rank] for rank in sorted(counts)])
+    transport, lane = context.transport, context.lane
+    among = context.among if lane is not None else None
+    merges = among is not None and among.rank == 0
+    found = all_or_none(
+        transport, lambda: _merge_lane(read, former, context, role) if merges else None
+    )
+    counts = _joined_counts(transport, former, {} if found is None else found.counts, read)
+    of_all = MergedState(torch.empty(0), {}, counts=[each for _, each in sorted(counts.items())])
+    if among is None or lane is None:
+        return MergedState(torch.empty(0), {}), of_all
+    if found is not None:
+        lanes = lane.number, context.islands.lanes
+        found.merged.counts = counts_of_lane(*lanes, former, found.source, counts)
+    return share(among, None if found is None else found.merged), of_all
 
 
-def _counts(part: dict[str, Any]) -> dict[str, float]:
+class _Merged(NamedTuple):
+    """A lane's merged state.
+
+    Attributes:
+        merged: the state, without counts.
+        source: the first former lane that had values of the lane.
+        counts: of the workers of all these lanes, by rank.
+    """
+
+    merged: MergedState
+    source: int
+    counts: dict[int, Counts | None]
+
+
+def _merge_lane(read: Read, former: Islands, context: Context, role: Role) -> _Merged:
+    merged: MergedState | None = None
+    counts: dict[int, Counts | None] = {}
+    sources = []
+    assert context.lane is not None
+    for lane in former_lanes(context, former):
+        cut = LaneCut(context.lane, lane)
+        if cut.is_empty:
+            continue
+        found = StateAssembly(read, former, lane, context, role).merged()
+        counts |= zip(former.workers(lane.number), found.counts, strict=True)
+        merged = found if cut.is_whole else cut.add(merged, found)
+        sources.append(lane.number)
+    assert merged is not None
+    return _Merged(merged, sources[0], counts)
+
+
+def _joined_counts(
+    transport: Transport, former: Islands, counts: Mapping[int, Counts | None], read: Read
+) -> dict[int, Counts | None]:
+    """Return the counts of all former workers, of which each rank knows some."""
+    joined = dict(pair for pairs in gather(transport, [*counts.items()]) for pair in pairs or ())
+    if transport.rank == 0:
+        for rank in (rank for island in former.members for rank in island if rank not in joined):
+            state = read(rank)  # it had no lane
+            joined[rank] = None if state is None else _counts(state)
+    return dict(broadcast(transport, [*joined.items()]))
+
+
+def _counts(part: dict[str, Any]) -> Counts:
     return numbers(traffic_in(part) | part["role"])
 
 

@@ -24,6 +24,7 @@ from aladdin_mpi.optimizers.base import INHERITED, Optimizer
 from aladdin_mpi.worker.worker import Worker
 
 SAMPLES, LEFT_OUT, COMPUTED = "worker.samples", "worker.left_out", "worker.computed"
+REFUSED = "worker.refused"
 """Paths of a worker's counters in :attr:`MergedState.counts`."""
 
 
@@ -230,6 +231,9 @@ class ComputingMember(TrainingWorker):
         """Compute until the segment's samples are used up; the island moves the values."""
         for _ in self.worker.batches():
             self.worker.gradient(self.x)
+
+    def resize(self, merged: MergedState) -> None:
+        """Do nothing: the owners have all state."""
 
     def project(self) -> None:
         """Do nothing: the owners' values are projected."""

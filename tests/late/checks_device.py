@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from aladdin_mpi import accelerator
+from aladdin_mpi.optimizers.from_torch import TorchOptimizer
 from tests.late.device import KIND, runtime
 
 DEVICE = torch.device(KIND, 2)
@@ -199,3 +201,31 @@ def test_pinned_memory_has_the_requested_size() -> None:
 def test_small_pinned_buffer_is_allocated_by_torch() -> None:
     small = accelerator.pinned(1000, torch.bfloat16, DEVICE)
     assert small.is_pinned() and not small.any()
+
+
+def adamw_of(model: nn.Module, x: torch.Tensor) -> TorchOptimizer:
+    return TorchOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model, x)
+
+
+def test_inherited_optimizer_state_moves_to_the_device() -> None:
+    """Whether it is used at once, or after another checkpoint."""
+    moments = []
+    for saves in (0, 1, 2):
+        model = nn.Linear(3, 2).to(DEVICE)
+        nn.init.constant_(model.weight, 0.5)
+        nn.init.constant_(model.bias, 0.5)
+
+        x = torch.full((8,), 0.5, device=DEVICE)
+        optimizer, whole = adamw_of(model, x), slice(0, 8)
+        optimizer.descend(whole, torch.arange(8.0).to(DEVICE), x, 1.0)
+        for number in range(saves):
+            stored = io.BytesIO()
+            torch.save(optimizer.state_dict(), stored)
+            stored.seek(0)
+            state = torch.load(stored, map_location="cpu", weights_only=True)
+            optimizer = adamw_of(model, x)
+            (optimizer.load_state_dict if number else optimizer.inherit)(state)
+        for part in (slice(0, 5), slice(5, 8)) if saves else (whole,):
+            optimizer.descend(part, torch.ones(8, device=DEVICE)[part], x[part], 1.0)
+        moments.append(x.cpu().tolist())
+    assert moments[0] == moments[1] == moments[2]

@@ -22,6 +22,7 @@ from aladdin_mpi.optimizers.from_torch import TorchOptimizer, treats_values_alik
 from aladdin_mpi.optimizers.named import arguments, find, groups, known
 from aladdin_mpi.options.algorithms import ALGORITHMS
 from aladdin_mpi.options.run import RunOptions
+from tests.messages import naming
 
 Make = Callable[[Any], torch.optim.Optimizer]
 STEPS = 4
@@ -465,6 +466,18 @@ def test_preloaded_optimizer_state_is_split_into_parts(name: str) -> None:
     for number in range(STEPS):
         pair.step(number)
     pair.check()
+
+
+def test_state_of_an_earlier_version_cannot_be_divided_differently() -> None:
+    """It did not say which of the pieces each state belongs to."""
+    pair = Pair(BY_VALUE["adamw"])
+    pair.step(0)
+    state = pair.optimizer.state_dict()
+    for part in state["parts"]:
+        del part["state"]["numbers"]
+    Pair(BY_VALUE["adamw"]).optimizer.load_state_dict(state)
+    with pytest.raises(UserError, match=naming("--allow-resize", "same ranks")):
+        Pair(BY_VALUE["adamw"]).optimizer.inherit(state)
 
 
 def test_optimizer_settings_are_adopted() -> None:

@@ -224,18 +224,68 @@ def test_number_of_islands_changes(tmp_path: Path, algorithm: str, workers: int)
     assert after["test_loss"] < 2.3  # chance
 
 
-@pytest.mark.parametrize(
-    ("former", "now"),
-    [
-        ([*ISLANDS, "--servers", 2], ["--island", 1, "--workers", 3, "--hosts", 3]),
-        (["--servers", 2], [*ISLANDS, "--workers", 4, "--hosts", 2]),
-        ([*ISLANDS, "--servers", 2], ["--servers", 4, "--workers", 8, "--hosts", 4]),
-    ],
-)
-def test_lanes_cannot_change(tmp_path: Path, former: list[Any], now: list[Any]) -> None:
-    run(tmp_path, "--algorithm", "aladdin", *former, "--samples", 480)
-    completed = simulate(None, "--resume", tmp_path, "--allow-resize", *now, check=False)
-    check_names(refusal(completed), "island")
+def of_size(island: int, workers: int, servers: int) -> list[Any]:
+    """Return the options of a cluster whose islands are its hosts."""
+    sizes = ["--island", island, "--workers", workers, "--hosts", workers // island]
+    return [*sizes, "--servers", servers]
+
+
+SINGLE = ["--island", 1, "--workers", 4, "--hosts", 2, "--servers"]
+SIZES = {
+    "to single": (of_size(2, 4, 2), [*SINGLE, 2]),
+    "from single": ([*SINGLE, 2], of_size(2, 4, 2)),
+    "larger": (of_size(2, 8, 2), of_size(4, 8, 2)),
+    "smaller": (of_size(4, 8, 4), of_size(2, 8, 2)),
+    "members without a lane": (of_size(4, 8, 1), of_size(4, 12, 1)),
+    "other servers": (of_size(4, 8, 1), of_size(4, 8, 4)),
+}
+SIZE_CHANGES = [
+    pytest.param(name, size, marks=() if often else pytest.mark.long)
+    for name in ABLE
+    for size in SIZES
+    for often in [name in ("ar-sgd", "aladdin-ahead") or size == "to single"]
+]
+
+
+@pytest.mark.parametrize(("algorithm", "change"), SIZE_CHANGES)
+def test_size_of_islands_changes(tmp_path: Path, algorithm: str, change: str) -> None:
+    """Nothing is lost, and the model is the same at first."""
+    former, now = SIZES[change]
+    options = ["--algorithm", algorithm, *former, "--quiet", "--eval-every", 0, "--wire", "fp32"]
+    simulate(tmp_path, *options, "--samples", 480, "--lr-scaling", "none")
+    before = summary(tmp_path)
+    models = [torch.load(tmp_path / "model.pt")]
+    more = ["--resume", tmp_path, "--allow-resize", *now]
+    simulate(None, *more, "--samples", 480)
+    models.append(torch.load(tmp_path / "model.pt"))
+    if algorithm != "aladdin":  # it applies the rest of its sums at the end, divided by n
+        assert all(torch.allclose(models[0][n], each, atol=1e-6) for n, each in models[1].items())
+    samples = 2400 if algorithm == "aladdin" else 960  # its first models are worse
+    simulate(None, *more, "--samples", samples)
+    after = summary(tmp_path)
+    assert after["samples"] == samples and after["workers"] == now[now.index("--workers") + 1]
+    assert after["gradients_computed"] == after["gradients_applied"] > before["gradients_computed"]
+    assert after["test_loss"] < 2.3  # chance
+
+
+@pytest.mark.parametrize("algorithm", ["ar-sgd", "bsp"])
+@pytest.mark.parametrize("change", ["to single", "larger", "smaller"])
+def test_other_islands_continue_with_the_momentum(
+    tmp_path: Path, algorithm: str, change: str
+) -> None:
+    """Models equal those of single workers, whose number of servers changes instead."""
+    former, now = SIZES[change]
+    workers = former[former.index("--workers") + 1]
+    single = ["--workers", workers, "--hosts", 2, "--servers"]
+    for folder, name, first, then in (
+        (tmp_path / "single", "bsp", [*single, 2], [*single, 1]),
+        (tmp_path / "islands", algorithm, former, now),
+    ):
+        options = ["--algorithm", name, *first, "--quiet", "--eval-every", 0, "--wire", "fp32"]
+        simulate(folder, *options, "--samples", 480)
+        simulate(None, "--resume", folder, "--allow-resize", *then, "--samples", 960)
+    models = [torch.load(tmp_path / each / "model.pt") for each in ("single", "islands")]
+    assert all(torch.allclose(models[0][n], each, atol=1e-5) for n, each in models[1].items())
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,44 @@ def test_number_of_islands_changes(tmp_path: Path, algorithm: str, ranks: int) -
     assert figures["test_loss"] < 0.6 * before["test_loss"]
 
 
+@pytest.mark.parametrize("algorithm", ["ar-sgd", "aladdin-ahead"])
+def test_size_of_islands_changes(tmp_path: Path, algorithm: str) -> None:
+    """The parts of parameters and of AdamW's moments are divided among more ranks."""
+    before = check(train(tmp_path, algorithm, epochs=2), 192)
+    model = model_of(tmp_path / "run")
+    again: dict[str, Any] = {"resume": str(tmp_path / "run"), "run_dir": None}
+    again |= {"allow_resize": True, "mesh": 3, "island": 3, "servers": 3}
+    again["ranks"] = 6 + 3 * (algorithm in SERVED)
+    train(tmp_path, algorithm, **again, epochs=2)
+    assert all(each.equal(model[name]) for name, each in model_of(tmp_path / "run").items())
+    *workers, figures = reports(train(tmp_path, algorithm, **again, epochs=8))
+    assert len(workers) == 6 and len({each["test_loss"] for each in workers}) == 1
+    assert figures["gradients_computed"] == figures["gradients_applied"] == 24 + 48
+    assert figures["test_loss"] < 0.6 * before["test_loss"]
+
+
+def test_smaller_islands_continue_as_single_workers_do(tmp_path: Path) -> None:
+    """So they have AdamW's moments, wherever they were."""
+    models = []
+    for name, how, sizes in (
+        ("sharded", (), (3, 2)),
+        ("replicated", ("replicated",), (3, 2)),
+        ("single", ("replicated",), (1, 1)),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        (first, ranks), (now, fewer) = zip(sizes, (6, 4), strict=True)
+        given: dict[str, Any] = {"how": how, "clip": 0.5, "mesh": first, "island": first}
+        train(folder, "ar-sgd", **given, ranks=ranks, epochs=2)
+        given |= {"resume": str(folder / "run"), "run_dir": None, "allow_resize": True}
+        train(folder, "ar-sgd", **given | {"mesh": now, "island": now}, ranks=fewer, epochs=4)
+        models.append(model_of(folder / "run"))
+        part = checkpoint_part(folder / "run", 0)["role"]["optimizer"]["parts"][0]["state"]
+        assert part["inner"]["state"][0]["step"] == 2 * 96 / (6 * 4) + 2 * 96 / (4 * 4)
+    for other in models[1:]:
+        assert all(torch.allclose(models[0][n], each, atol=1e-5) for n, each in other.items())
+
+
 @pytest.mark.parametrize(
     ("algorithm", "given", "names"),
     [
