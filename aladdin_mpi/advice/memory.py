@@ -25,11 +25,12 @@ def worker_models(candidate: Candidate, node: int) -> tuple[float, float] | None
     """Return a worker's GPU and pinned host memory, in models; None if not measured.
 
     A member of an island of all ``node`` workers of a host has the whole model and gradient, in
-    host memory too, where they are sent and received; the rest is divided among the members, with
-    a part of a model to send and those of the others' gradients to receive.
+    host memory too, where they are sent and received. Everything that a single worker has is
+    divided among the members, with a part of a model to send and those of the others' gradients to
+    receive.
     """
     measured = table().get(candidate.algorithm, {}).get(candidate.wire or DEFAULT)
     if measured is None or not candidate.has_islands:
         return measured
     device, pinned = measured
-    return 2 + (device - 2) / node, 3 + pinned / node
+    return 2 + device / node, 3 + pinned / node

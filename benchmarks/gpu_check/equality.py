@@ -52,9 +52,9 @@ def check_deterministic(folder: str, name: str, options: dict[str, Any]) -> None
     expected = train(folder, "cpu", name, options)
     result = train(folder, "gpu", name, options)
     repeated = train(folder, "gpu", name, options)
-    change = _largest(expected - start)
-    error = _largest(result - expected) / change if change else float("inf")
-    spread = _largest(repeated - result)
+    change = largest(expected - start)
+    error = largest(result - expected) / change if change else float("inf")
+    spread = largest(repeated - result)
     bound = 0.0 if is_test_device() else _tolerance(name)
     if WORLD.rank == 0:
         figures = f"difference from the CPU {error:.1e} of the change, repetition {spread:.1e}"
@@ -67,18 +67,18 @@ def _tolerance(name: str) -> float:
     return QUANTISED_TOLERANCE if name.split()[-1] in QUANTISED else TOLERANCE
 
 
-def _largest(difference: torch.Tensor) -> float:
+def largest(difference: torch.Tensor) -> float:
     """Return the largest magnitude over all ranks; NaN counts as infinite."""
     mine = difference.abs().max().nan_to_num(nan=float("inf")).item()
     return float(WORLD.allreduce(mine, MPI.MAX))
 
 
-def check_accounting(folder: str, name: str) -> None:
+def check_accounting(folder: str, name: str, options: dict[str, Any] | None = None) -> None:
     """Run an algorithm whose result depends on timing: all samples are counted, all values finite.
 
     A run ends with an error if its server applied other gradients than the workers computed.
     """
-    result = train(folder, "gpu", name, {})
+    result = train(folder, "gpu", name, options or {})
     finite = bool(WORLD.allreduce(int(bool(result.isfinite().all())), MPI.MIN))
     if WORLD.rank == 0:
         title = f"{name}: accounting, {WORLD.size} ranks"

@@ -1,8 +1,9 @@
 """Device and pinned memory of a worker by algorithm, against the table in docs/gpus.md.
 
-Runs under mpirun with three ranks; the arguments are a folder for the runs, and algorithms instead
-of all. The figures are multiples of the model (its trainable parameters in fp32) on the worker that
-uses most, after six steps, without activations and backward's temporary memory.
+Runs under mpirun with three ranks, or four for islands; the arguments are a folder for the runs,
+and algorithms instead of all. The figures are multiples of the model (its trainable parameters in
+fp32) on the worker that uses most, after six steps, without activations and backward's temporary
+memory.
 """
 
 from __future__ import annotations
@@ -36,8 +37,11 @@ ranks."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "DGC": {"compression": "dgc"},
     "--node-sums": {"node_sums": True},
+    "--island 2": {"island": 2, "servers": 2},
 }
 """Cases of the guide's table that are not a wire format."""
+RANKS = {"--island 2": 4}
+"""Number of ranks of cases, if it is not three."""
 OWN: dict[str, dict[str, Any]] = {
     "diloco": {"diloco": {"steps": 4, "fragments": 4, "overlap": 1}},
     "async-diloco": {"async_diloco": {"steps": 2}},
@@ -156,7 +160,7 @@ def main() -> None:
     for algorithm in WARM_UP:
         measure(meter, folder, algorithm, "")
     for (algorithm, case), expected in table.items():
-        if names and algorithm not in names:
+        if RANKS.get(case, 3) != WORLD.size or (names and algorithm not in names):
             continue
         mine = measure(meter, folder, algorithm, case)
         found = [WORLD.allreduce(each, MPI.MAX) for each in mine]

@@ -47,8 +47,12 @@ class Part:
 
 
 PARTS = (
-    Part("equality", 150.0, (Job(1, "kernels"), Job(2, "equality"), Job(3, "equality"))),
-    Part("memory", 60.0, (Job(3, "memory"),)),
+    Part(
+        "equality",
+        180.0,
+        (Job(1, "kernels"), Job(2, "equality"), Job(3, "equality"), Job(4, "islands")),
+    ),
+    Part("memory", 90.0, (Job(3, "memory"), Job(4, "memory"))),
     Part(
         "recovery",
         90.0,

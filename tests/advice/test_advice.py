@@ -315,7 +315,7 @@ def test_memory_of_workers_is_that_of_the_gpu_guide() -> None:
     text = (Path(__file__).parents[2] / "docs" / "gpus.md").read_text(encoding="utf-8")
     guide = gpu_memory.guide_table(text)
     guide["aladdin-ahead", ""] = guide.pop(("aladdin-ahead", "int8"))
-    for extra in ("DGC", "--node-sums"):
+    for extra in ("DGC", "--node-sums", "--island 2"):
         guide = {key: models for key, models in guide.items() if key[1] != extra}
     assert found == guide
 
@@ -324,25 +324,25 @@ def test_memory_of_unmeasured_candidate_is_unknown() -> None:
     assert memory.worker_models(Candidate("bsp", 1, False), 4) == (3.0, 2.1)
     assert memory.worker_models(Candidate("bsp", 1, False, (("wire", "int8"),)), 4) == (5.1, 1.4)
     assert memory.worker_models(Candidate("shat", 1, False), 4) is None
-    assert memory.worker_models(Candidate("bsp", 1, False, (("island", "node"),)), 2) == (2.5, 4.05)
+    assert memory.worker_models(Candidate("bsp", 1, False, (("island", "node"),)), 2) == (3.5, 4.05)
 
 
 NODES = ["--describe", "2 nodes with 2 workers, 25 Gbit/s, step 0.2 s", "--model", "size:40"]
 
 
 def test_candidates_without_enough_gpu_memory_are_left_out() -> None:
-    """40 MB: aladdin-ahead needs 0.21 GB, in an island of two 0.15 GB, ar-sgd 0.12 GB."""
-    words = ["--algorithms", "aladdin-ahead,ar-sgd", "--gpu-memory", "0.18", "--seconds", "30"]
+    """40 MB: aladdin-ahead needs 0.21 GB, in an island of two 0.18 GB, ar-sgd 0.14 GB."""
+    words = ["--algorithms", "aladdin-ahead,ar-sgd", "--gpu-memory", "0.19", "--seconds", "30"]
     data = report.as_data(advising.advise(options.read([*NODES, *words, "--quiet"])))
     whys = {str(each["options"]): each.get("not_run") for each in data["candidates"]}
     large = {name for name, why in whys.items() if why == "needs more than --gpu-memory"}
     assert large == {each for each in whys if "aladdin-ahead" in each and "island" not in each}
-    assert large and data["worker_memory_in_models"][0] * 0.04 <= 0.18
+    assert large and data["worker_memory_in_models"][0] * 0.04 <= 0.19
 
 
 def test_gpus_without_memory_for_any_candidate_are_refused() -> None:
     words = ["--algorithms", "bsp", "--gpu-memory", "0.04", "--quiet"]
-    with pytest.raises(UserError, match=naming("--gpu-memory", "fully_shard", "0.1 GB")):
+    with pytest.raises(UserError, match=naming("--gpu-memory", "fully_shard", "0.12 GB")):
         advising.advise(options.read([*NODES, *words]))
 
 

@@ -17,7 +17,7 @@ from benchmarks.gpu_check.report import Report
 from benchmarks.gpu_check.rows import FAIL, PASS, SKIP, Row
 from benchmarks.gpu_check.runner import Runner
 from tests.late import build
-from tests.launch import ROOT, needs
+from tests.launch import ROOT, needs, run_ranks
 
 OBSTACLE = build.obstacle()
 needs_test_device = pytest.mark.skipif(OBSTACLE is not None, reason=f"no test device: {OBSTACLE}")
@@ -50,7 +50,7 @@ def test_gpu_check_report_is_complete_after_each_row(tmp_path: Path) -> None:
 
 def test_guide_table_contains_every_row_of_the_guide() -> None:
     table = memory.guide_table(memory.GUIDE.read_text())
-    assert len(table) == 28
+    assert len(table) == 31
     assert table["bsp", "--node-sums"] == (3.0, 4.1)
     assert table["ssp", ""] == (3.0, 2.1)
     assert table["ar-sgd", "bf16"] == (3.0, 1.1)
@@ -111,6 +111,18 @@ def test_gpu_check_programs_end_with_command(tmp_path: Path) -> None:
 def children(pid: int) -> list[int]:
     text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     return [int(child) for child in text.split()]
+
+
+@needs("openmpi")
+def test_gpu_check_of_models_divided_by_fsdp_passes_on_the_cpu(tmp_path: Path) -> None:
+    code = (
+        f"from benchmarks.gpu_check import islands; islands.check_divided({str(tmp_path)!r}, 'cpu')"
+    )
+    completed = run_ranks(4, ["-c", code], timeout=120)
+    found = [row for row in map(rows.parse, completed.stdout.splitlines()) if row is not None]
+    assert [(row.name, row.status) for row in found] == [
+        (f"ar-sgd, FSDP in islands of 2, {name}, 4 ranks", PASS) for name in ("fp32", "bf16")
+    ]
 
 
 @pytest.mark.long

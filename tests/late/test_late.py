@@ -66,12 +66,17 @@ def test_training_on_delayed_copy_device_over_mpi(tmp_path: Path, check: str) ->
 
 
 @needs("openmpi")
-@pytest.mark.parametrize("algorithm", ["aladdin-ahead", "bsp"])
-def test_worker_needs_device_memory_of_the_guide(tmp_path: Path, algorithm: str) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "ranks"), [("aladdin-ahead", 3), ("bsp", 3), ("aladdin-ahead", 4)]
+)
+def test_worker_needs_device_memory_of_the_guide(
+    tmp_path: Path, algorithm: str, ranks: int
+) -> None:
+    """With four ranks, in an island of two."""
     build.library()
     program = ["-m", "benchmarks.gpu_check.program", "benchmarks.gpu_check.memory"]
     completed = run_ranks(
-        3, [*program, str(tmp_path), algorithm], env={VARIABLE: TEST}, timeout=250
+        ranks, [*program, str(tmp_path), algorithm], env={VARIABLE: TEST}, timeout=250
     )
     found = [row for row in map(rows.parse, completed.stdout.splitlines()) if row is not None]
     assert algorithm in {row.name.split()[0] for row in found}
