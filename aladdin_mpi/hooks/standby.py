@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -24,11 +24,13 @@ MOST_BYTES = 1 << 16
 class Standby(RunHook):
     """A hook that sends or receives copies, unless the failure of a rank ends the job.
 
-    All ranks listen, as any of them may become the standby coordinator.
+    All ranks listen, as any of them may become the standby coordinator. ``mates`` are the other
+    members of rank 0's island, which leave the run with it.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, mates: Collection[int] = ()) -> None:
         self._transport = transport
+        self._mates = mates
         self._reports, self._sent_at = 0, 0.0
         self._newest: Tensor | None = None
         self._received_at = 0.0
@@ -83,7 +85,8 @@ class Standby(RunHook):
     def _send(self, run: Coordinator) -> None:
         if not self._transport.survives:
             return
-        standby = standby_coordinator(surviving_ranks(self._transport), self._transport.hosts)
+        surviving = surviving_ranks(self._transport)
+        standby = standby_coordinator(surviving, self._transport.hosts, self._mates)
         if standby is None:
             return
         self._reports, self._sent_at = 0, self._transport.now()
@@ -92,10 +95,13 @@ class Standby(RunHook):
             self._transport.isend(data, standby, Tag.STANDBY)
 
 
-def standby_coordinator(surviving: Sequence[int], hosts: Sequence[int]) -> int | None:
-    """Return the rank that keeps a copy of rank 0's accounting; None if rank 0 is alone.
+def standby_coordinator(
+    surviving: Sequence[int], hosts: Sequence[int], mates: Collection[int] = ()
+) -> int | None:
+    """Return the rank that keeps a copy of rank 0's accounting; None if no rank can survive it.
 
-    It is the first rank on another host than rank 0's, or else the next rank.
+    It is the first rank on another host than rank 0's, or else the next rank that is not one of
+    its ``mates``.
     """
-    others = [rank for rank in surviving if rank]
+    others = [rank for rank in surviving if rank and rank not in mates]
     return min(others, key=lambda rank: (hosts[rank] == hosts[0], rank), default=None)

@@ -15,6 +15,7 @@ from torch import nn
 from aladdin_mpi.control.budget import SampleLease
 from aladdin_mpi.control.exchange import all_or_none
 from aladdin_mpi.control.heartbeats import Heartbeats
+from aladdin_mpi.control.tags import COORDINATOR
 from aladdin_mpi.data.images import SkippedImages
 from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.exchange.server_replica import ServerReplica, StoredReplicas
@@ -167,7 +168,8 @@ def _assemble_in(
         log = None
         if metrics is not None:
             log = TrainingLog(metrics, plan, options.progress, options.quiet, takeover is not None)
-        user_metrics, standby = UserMetrics(transport), Standby(transport)
+        mates = [] if context.servers else context.islands.mates(COORDINATOR)
+        user_metrics, standby = UserMetrics(transport), Standby(transport, mates)
         kind = IslandEvaluations if context.is_sharded else Evaluations
         evaluations = kind(context, plan, role, metrics, task.evaluate, skips.pass_on)
         checkpoints = Checkpoints(
@@ -210,7 +212,8 @@ def _on_error(undo: Callable[[], None]) -> Iterator[None]:
 def _replicas(context: Context, role: Role) -> StoredReplicas | None:
     """Replicate the servers' states, if the run can survive the failure of a server."""
     transport, every = context.transport, context.options.replicate_every
-    if not every or not context.servers or not transport.is_revoked(without=0):
+    can_replace = context.islands.size == 1 and transport.is_revoked(without=0)
+    if not every or not context.servers or not can_replace:
         return None
     if isinstance(role, ServerAlgorithm) and (
         context.algorithm.has_centre or role.optimizer is not None

@@ -24,6 +24,7 @@ from aladdin_mpi.control.tags import SEALED
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.parts import uncompiled
 from aladdin_mpi.flat.replica import Projection
+from aladdin_mpi.flat.shards import is_sharded
 from aladdin_mpi.flat.vectors import check_module
 from aladdin_mpi.hooks.checkpoints import find_origin
 from aladdin_mpi.hooks.measurement import Evaluate
@@ -446,6 +447,7 @@ class DataParallel:
             partial(self._follow, prepared),
             lambda: self._ending.is_concluding or not self._loop.is_in_user_code,
             self._progress,
+            is_sharded(self.module),
         )
         self._ending.of(self.module, self._loop, runner)
         if not runner.begin():

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from aladdin_mpi.control.exchange import receive_object, send_object
 from aladdin_mpi.control.tags import Tag
-from aladdin_mpi.errors import LostError, PeerFailedError, RefusedError
+from aladdin_mpi.errors import ExcludedError, LostError, PeerFailedError, RefusedError
 from aladdin_mpi.options.algorithms import FAULT_TOLERANT_ALLREDUCES, Algorithm
 from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.process import guard
@@ -33,6 +33,7 @@ from aladdin_mpi.run.elasticity import (
     JoinArrived,
     JoinRendezvous,
     JoinTimedOut,
+    LeaveRun,
     MembersArrived,
     Membership,
     RanksLost,
@@ -42,8 +43,10 @@ from aladdin_mpi.run.elasticity import (
 from aladdin_mpi.run.rank import Rank
 from aladdin_mpi.run.takeover import LoopProgress, RankSnapshot, Takeover, snapshot
 from aladdin_mpi.session.coordinator import RunHook
-from aladdin_mpi.transport.base import Request, Transport, surviving_ranks, wait_ended
+from aladdin_mpi.session.islands import leaving
+from aladdin_mpi.transport.base import Request, Transport, wait_ended
 from aladdin_mpi.transport.group import Group, RankLostError
+from aladdin_mpi.worker.island import host_groups
 
 T = TypeVar("T")
 Assemble = Callable[[Transport, RunOptions, "Takeover | None", Sequence[RunHook]], Rank]
@@ -72,9 +75,10 @@ class ElasticityDriver:
         Raises:
             LostError: no group can be formed.
             RefusedError: no group can be formed, and another rank reports it.
+            ExcludedError: the run continues without this rank's island.
         """
         while True:
-            self._machine.note_lost(self._base.failed)
+            self._note_lost()
             decisions = self._machine.handle(event)
             if not decisions:
                 return None
@@ -84,6 +88,12 @@ class ElasticityDriver:
             if following is None:
                 return decisions[-1]
             event = following
+
+    def _note_lost(self) -> None:
+        """Note the failed ranks, and exclude the others of their islands."""
+        self._machine.note_lost(self._base.failed)
+        for rank in sorted(self._machine.failed - self._base.failed - {self._base.rank}):
+            self._base.exclude(rank)
 
     def _act(self, decision: Decision) -> None:
         match decision:
@@ -107,6 +117,10 @@ class ElasticityDriver:
                     return MembersArrived(_membership(announced["members"]), announced["facts"])
                 case AwaitJoin(rank):
                     return self._await_join(rank)
+                case LeaveRun(lost):
+                    if self._base.shares_process:
+                        self._base.exclude(self._base.rank)  # does not return
+                    raise ExcludedError(leaving(self._base, self._base.rank, lost))
                 case EndRun(reason, reporter):
                     if reporter not in (None, self._base.rank):
                         self._base.sleep(guard.YIELD_SECONDS)  # the reporter ends the job
@@ -151,6 +165,7 @@ class ElasticRunner(RunHook):
         on_change: called with this rank's part in every new group.
         may_raise: whether an error would reach this runner now; see :class:`.Group`.
         progress: of the user's loop at this rank.
+        is_sharded: whether FSDP has divided the model, by groups that cannot change.
     """
 
     def __init__(
@@ -163,6 +178,7 @@ class ElasticRunner(RunHook):
         on_change: Callable[[Rank], None],
         may_raise: Callable[[], bool],
         progress: LoopProgress,
+        is_sharded: bool = False,
     ) -> None:
         self._base = base
         self._options = options
@@ -175,17 +191,19 @@ class ElasticRunner(RunHook):
         # Libraries need every rank that they were started with; shards are assigned once.
         sums = getattr(getattr(options, algorithm.group, None), "allreduce", "auto")
         is_fixed = (
-            sums not in FAULT_TOLERANT_ALLREDUCES
-            or bool(options.island_flag)
-            or options.dataset == "shards"
+            sums not in FAULT_TOLERANT_ALLREDUCES or is_sharded or options.dataset == "shards"
         )
+        first = begin(base.size, servers, options.spares)
+        hosts = [base.hosts[rank] for rank in first.ranks]
+        islands = host_groups(hosts, servers, options.island_size) if options.island_flag else ()
         self._machine = ElasticityMachine(
             base.rank,
             base.size,
-            begin(base.size, servers, options.spares),
+            first,
             base.host_names.__getitem__,
             can_regroup=not is_fixed,
             needs_all=bool(algorithm.needs_all(options)),
+            islands=islands,
         )
         patience = 0.0 if base.models_time else options.worker_timeout
         self._driver = ElasticityDriver(base, self._machine, patience)
@@ -244,7 +262,8 @@ class ElasticRunner(RunHook):
 
     def _report_coming(self) -> None:
         """Report to the next leader that this rank will join, even if its step takes long."""
-        leader = surviving_ranks(self._base)[0]
+        self._machine.note_lost(self._base.failed)
+        leader = next(iter(self._machine.surviving), self._base.rank)
         if leader != self._base.rank:
             self._base.isend(torch.zeros(1, dtype=torch.uint8), leader, Tag.COMING)
 

@@ -21,7 +21,7 @@ surviving member has its state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cached_property
@@ -68,12 +68,16 @@ def begin(size: int, servers: int, spares: int) -> Membership:
 
 
 def next_membership(
-    before: Membership, surviving: Collection[int], is_over: bool = False
+    before: Membership,
+    surviving: Collection[int],
+    is_over: bool = False,
+    keeps_workers: bool = False,
 ) -> Membership:
     """Return the group that follows ``before`` if only the ranks ``surviving`` are left.
 
     Spare ranks replace failed ones, unless the training ``is_over``. If the last server fails and
-    there is no spare, a worker replaces it.
+    there is no spare, a worker replaces it. With ``keeps_workers``, which form islands, no other
+    rank takes the place of a worker, and no worker that of a server.
 
     Raises:
         LostError: no worker, or no rank for a server, is left.
@@ -84,8 +88,10 @@ def next_membership(
     full_servers, full_workers = before.full
     needs_server = bool(full_servers) and not servers
     spares = [] if is_over and not (needs_server and len(workers) == 1) else [*waiting]
-    if needs_server and (spares or len(workers) > 1):
+    if needs_server and (spares or (len(workers) > 1 and not keeps_workers)):
         servers = [(spares or workers).pop(0)]
+    if keeps_workers:
+        full_workers = 0
     for places, full in ((workers, full_workers), (servers, full_servers)):
         while spares and len(places) < full:
             places.append(spares.pop(0))
@@ -195,6 +201,17 @@ class FormGroup:
 
 
 @dataclass(frozen=True)
+class LeaveRun:
+    """Leave the run, which continues without this rank's island.
+
+    Attributes:
+        lost: the failed rank of the island.
+    """
+
+    lost: int
+
+
+@dataclass(frozen=True)
 class EndRun:
     """End the run with a LostError.
 
@@ -207,7 +224,14 @@ class EndRun:
 
 
 Decision: TypeAlias = (
-    JoinRendezvous | AwaitJoin | ExcludeRank | AnnounceMembers | WaitForPlace | FormGroup | EndRun
+    JoinRendezvous
+    | AwaitJoin
+    | ExcludeRank
+    | AnnounceMembers
+    | WaitForPlace
+    | FormGroup
+    | LeaveRun
+    | EndRun
 )
 Decisions: TypeAlias = tuple[Decision, ...]
 
@@ -309,11 +333,17 @@ class TakeoverPlan:
         granted = sum(budget["granted"][self.former.index(rank)] for rank in self.lost)
         return int(drawn + granted + budget["passed_over"])
 
-    def gradients_taken(self, rank: int, name: str = "taken") -> int | None:
+    def _taken_by_servers(self, worker: int, name: str) -> int | None:
         """Return a worker's gradients that all servers have; None: there are no servers."""
-        worker = self.former.index(rank) - self.servers
         taken = [each[name] for each in self.present.values() if each[name] is not None]
         return min((each[worker] for each in taken if worker >= 0), default=None)
+
+    def _worker(self, rank: int) -> int:
+        """Return the number of a rank, or of its island, among the former workers; or below 0."""
+        place = self.former.index(rank)
+        islands = self.origin.get("islands", ())
+        numbers = (n for n, island in enumerate(islands) if place in island)
+        return next(numbers, place - self.servers)
 
     def losses(self, step: float) -> dict[int, int]:
         """Return the samples lost with each lost rank; a gradient stands for ``step`` samples."""
@@ -323,7 +353,8 @@ class TakeoverPlan:
         budget, place = self.accounting["budget"], self.former.index(rank)
         if place < self.servers or not self.is_segment_accounted:
             return 0  # samples of another segment are computed, or granted again
-        granted, taken = budget["granted"][place], self.gradients_taken(rank)
+        granted = budget["granted"][place]
+        taken = self._taken_by_servers(self._worker(rank), "taken")
         if taken is not None:
             return max(0, int(granted - step * taken))
         return int(granted - budget["computed"][place])
@@ -342,7 +373,8 @@ class TakeoverPlan:
             from_failed: gradients of workers that had failed before, as far as they are applied.
             applied: gradients that the servers have applied.
         """
-        from_lost = sum(self.gradients_taken(rank, "not_given") or 0 for rank in self.lost)
+        workers = {self._worker(rank) for rank in self.lost}
+        from_lost = sum(self._taken_by_servers(worker, "not_given") or 0 for worker in workers)
         return max(0, int(computed + from_failed + from_lost - applied))
 
     # -- state --------------------------------------------------------------------------
@@ -414,6 +446,7 @@ class ElasticityMachine:
         host_name: returns the name of a rank's host.
         can_regroup: whether the surviving ranks can form a new group.
         needs_all: whether the algorithm needs each of its workers.
+        islands: ranks that form one worker, and fail together.
     """
 
     def __init__(
@@ -424,16 +457,20 @@ class ElasticityMachine:
         host_name: Callable[[int], str] = str,
         can_regroup: bool = True,
         needs_all: bool = False,
+        islands: Sequence[Sequence[int]] = (),
     ) -> None:
         self.rank = rank
         self.members = members
         self.failed: frozenset[int] = frozenset()
+        """Ranks that are lost to the run, with the other ranks of their islands."""
+        self._found_lost: frozenset[int] = frozenset()
         self.phase = MachineState.SPARE if self.is_spare else MachineState.SETUP
         self.coming: set[int] = set()
         """Ranks that have announced, since the last rendezvous, that they will join."""
         self._all = range(size)
         self._host_name = host_name
         self._can_regroup, self._needs_all = can_regroup, needs_all
+        self._islands = {rank: frozenset(island) for island in islands for rank in island}
         self._facts: RankFacts = {}
         """This rank's facts about groups from which the next one may have to continue."""
         self._leader = rank
@@ -460,12 +497,19 @@ class ElasticityMachine:
         if not self._can_regroup:
             return False
         is_new = self.phase is MachineState.SETUP and self.members.number > 1
-        needs_all = self._needs_all or bool(self.members.spares) or is_new
-        return needs_all or place < max(1, self.members.servers)
+        if self._needs_all or bool(self.members.spares) or is_new:
+            return True
+        ranks = self.members.ranks
+        island = self._islands.get(ranks[place], {ranks[place]})
+        return not island.isdisjoint(ranks[: max(1, self.members.servers)])
 
     def note_lost(self, failed: Collection[int]) -> None:
-        """Update the ranks that are known to have failed, for the next event."""
-        self.failed |= frozenset(failed)
+        """Update the ranks that are known to have failed, for the next event.
+
+        The others of an island are lost too, although they may still run.
+        """
+        self._found_lost |= frozenset(failed)
+        self.failed |= frozenset(failed).union(*(self._islands.get(rank, ()) for rank in failed))
 
     def complete_setup(self) -> None:
         """Note that this rank has taken its place in the group."""
@@ -497,17 +541,25 @@ class ElasticityMachine:
         self.note_lost(failed)
         if self.phase is MachineState.SPARE:
             return self._wait_for_place()
-        if self.phase is MachineState.JOINING and self._leader in self.failed:
+        meets = self.phase in (MachineState.JOINING, MachineState.LEADING)
+        if meets and not {self.rank, self._leader}.isdisjoint(self.failed):
             return self._meet()
         return self._await_next() if self.phase is MachineState.LEADING else ()
+
+    def _next(
+        self, before: Membership, surviving: Collection[int], is_over: bool = False
+    ) -> Membership:
+        return next_membership(before, surviving, is_over, bool(self._islands))
 
     # -- rendezvous ---------------------------------------------------------------------
     def _meet(self) -> Decisions:
         """Join a rendezvous, or lead it."""
         try:
-            next_membership(self.members, self.surviving)
+            self._next(self.members, self.surviving)
         except LostError as error:
             return self._end(str(error))
+        if self.rank in self.failed:
+            return self._leave()
         self._leader = self.surviving[0]
         if self._leader != self.rank:
             self.phase = MachineState.JOINING
@@ -537,14 +589,18 @@ class ElasticityMachine:
 
     def _decide(self) -> Decisions:
         """Decide on the next group: every surviving rank has joined."""
+        if self.rank in self.failed:
+            # Its announcement could reach some ranks only, and no member would notice its exit.
+            return self._leave()
         facts = self._joined
         surviving = [rank for rank in facts if rank not in self.failed]
         is_over = any(each.get("ended_at") is not None for each in facts.values())
         try:
-            members = next_membership(self._newest, surviving, is_over)
+            members = self._next(self._newest, surviving, is_over)
         except LostError as error:
             return self._end(str(error))
-        dests = tuple(rank for rank in surviving if rank != self.rank)
+        # Others of a failed island do not survive, but wait, or will.
+        dests = tuple(rank for rank in self._all if rank not in {self.rank, *self._found_lost})
         return (AnnounceMembers(dests, members, facts), *self._enter(members, facts))
 
     def _take_members(self, members: Membership, facts: Mapping[int, RankFacts]) -> Decisions:
@@ -556,6 +612,8 @@ class ElasticityMachine:
 
     def _enter(self, members: Membership, facts: Mapping[int, RankFacts]) -> Decisions:
         """Take a place in the next group, or wait for one."""
+        if self.rank not in (*members.ranks, *members.spares):
+            return self._leave()
         self.members, self._joined = members, {}
         self.coming.clear()
         if self.is_spare:
@@ -583,6 +641,12 @@ class ElasticityMachine:
         if self.failed.intersection(self.members.ranks):
             return self._meet()
         return (WaitForPlace(self.members),)
+
+    def _leave(self) -> Decisions:
+        """Leave the run, because a rank of this one's island is lost."""
+        self.phase = MachineState.ENDED
+        mates = self._islands[self.rank] - {self.rank}
+        return (LeaveRun(min(mates & self._found_lost or mates)),)
 
     def _end(self, reason: str, reporter: int | None = None) -> Decisions:
         self.phase = MachineState.ENDED

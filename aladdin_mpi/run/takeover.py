@@ -32,11 +32,12 @@ from aladdin_mpi.run import run_folder
 from aladdin_mpi.run.elasticity import Membership, TakeoverPlan
 from aladdin_mpi.run.rank import Rank
 from aladdin_mpi.run.run_folder import OpenFolder
-from aladdin_mpi.session.context import Context
+from aladdin_mpi.session.context import Context, former_lanes
+from aladdin_mpi.session.islands import Islands
 from aladdin_mpi.session.plan import Origin
 from aladdin_mpi.session.resizing import describe_ranks, merge_lanes, taken
 from aladdin_mpi.session.session import Session
-from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.base import Request, Transport
 from aladdin_mpi.worker.role import COMPUTED, TrainingWorker
 
 
@@ -123,6 +124,7 @@ def snapshot(
             "past": [list(period.taken) for period in origin.past],
             "schedule_step": session.plan.schedule_step,
             "begun": origin.begun,
+            **rank.context.islands.as_json(),
         },
         "folder": str(rank.folder.path.absolute()),
     }
@@ -161,7 +163,9 @@ class Takeover:
         facts = self.plan.origin
         past = tuple(Period(tuple(taken)) for taken in facts["past"])
         begun = facts["begun"] and tuple(facts["begun"])
-        return Origin(facts["workers"], facts["servers"], past, facts["schedule_step"], begun)
+        islands = facts.get("islands", ()), facts.get("lanes", 1)
+        step = facts["schedule_step"]
+        return Origin(facts["workers"], facts["servers"], past, step, begun, *islands)
 
     def open_folder(self, transport: Transport) -> OpenFolder:
         """Open the run's folder."""
@@ -186,33 +190,52 @@ class Takeover:
 def take_over(session: Session, takeover: Takeover) -> None:
     """Continue in a new group from the state of the former one; every rank calls it."""
     context, plan, origin = session.context, takeover.plan, takeover.origin
-    transport, is_first = context.transport, context.transport.rank == COORDINATOR
-    parts = _StateParts(transport, takeover)
-
-    merged, _ = merge_lanes(parts.of, origin.ranks, context, session.role)
+    is_first = context.transport.rank == COORDINATOR
+    former = origin.ranks
+    parts = _StateParts(context, takeover, former)
+    merged, of_all = merge_lanes(parts.of, former, context, session.role)
     parts.end()
-    merged.granted = plan.accounting["granted"][origin.servers :] if is_first else []
-    merged.granted = broadcast(transport, merged.granted)
+    of_all.granted = former.divided(plan.accounting["granted"])[origin.servers :]
     lost = _reconcile(merged, plan)
-    past = (*origin.past, Period(taken(merged)))
-    _keep_own_counts(merged, plan)
-    now = replace(origin, workers=context.workers, servers=context.servers, past=past)
+    past = (*origin.past, Period(taken(of_all)))
+    _keep_own_counts(merged, of_all, former, context, plan)
+    now = replace(
+        origin,
+        workers=context.workers,
+        servers=context.servers,
+        past=past,
+        islands=context.islands.members if context.islands.size > 1 else (),
+        lanes=context.islands.lanes,
+    )
     known = plan.accounting if is_first else None
-    step = context.options.step_size / len(context.whole.outside)
-    losses = _losses(takeover, lost, step) if is_first else ()
-    session.take_over(plan.drawn, merged, now, known, losses)
+    step = context.options.step_size * context.islands.size / len(context.whole.outside)
+    losses = _losses(takeover, former, lost, step) if is_first else ()
+    session.take_over(plan.drawn, merged, now, of_all, known, losses)
     _take_local(session, takeover)
 
 
-def _keep_own_counts(merged: MergedState, plan: TakeoverPlan) -> None:
-    """Let each surviving worker continue its own counters.
+def _keep_own_counts(
+    merged: MergedState,
+    of_all: MergedState,
+    former: Islands,
+    context: Context,
+    plan: TakeoverPlan,
+) -> None:
+    """Let each surviving worker continue its own counters, in its lane and in those of all.
 
     Another worker carries those of a worker that is now a server: :meth:`MergedState.carried`.
     """
-    was = dict(zip(plan.former[plan.servers :], merged.counts, strict=True))
-    kept = [was.pop(rank, None) for rank in plan.members.ranks[plan.members.servers :]]
-    merged.number = len(merged.counts)
-    merged.counts = [*kept, *(each for each in was.values() if each is not None)]
+    every = range(former.servers, len(plan.former))
+    now_every = range(context.servers, context.transport.size)
+    for state, before, now in (
+        (merged, former.workers(), context.islands.workers()),
+        (of_all, every, now_every),
+    ):
+        ranks = [plan.former[place] for place in before]
+        was = dict(zip(ranks, state.counts, strict=bool(state.counts)))
+        kept = [was.pop(plan.members.ranks[place], None) for place in now]
+        state.number = len(state.counts)
+        state.counts = [*kept, *(each for each in was.values() if each is not None)]
 
 
 def _reconcile(merged: MergedState, plan: TakeoverPlan) -> int:
@@ -235,7 +258,9 @@ def _reconcile(merged: MergedState, plan: TakeoverPlan) -> int:
     return lost
 
 
-def _losses(takeover: Takeover, gradients: int, step: float) -> list[dict[str, Any]]:
+def _losses(
+    takeover: Takeover, former: Islands, gradients: int, step: float
+) -> list[dict[str, Any]]:
     """Return a record of each lost rank, with the samples and gradients lost.
 
     ``step`` is the number of samples for each gradient.
@@ -248,6 +273,7 @@ def _losses(takeover: Takeover, gradients: int, step: float) -> list[dict[str, A
             "what": "left out" if rank in base.excluded else "died",
             "samples_lost": samples,
             "gradients_lost": 0,
+            "mate": _failed_mate(takeover, former, rank),
         }
         for rank, samples in takeover.plan.losses(step).items()
     ]
@@ -257,22 +283,39 @@ def _losses(takeover: Takeover, gradients: int, step: float) -> list[dict[str, A
     return losses
 
 
-class _StateParts:
-    """The states of the former group, which rank 0 receives one after another."""
+def _failed_mate(takeover: Takeover, former: Islands, rank: int) -> int | None:
+    """Return the failed rank for which others have excluded this member of its island."""
+    base, ranks = takeover.base, takeover.plan.former
+    place = ranks.index(rank)
+    if place < former.servers or rank not in base.excluded:
+        return None
+    mates = {ranks[each] for each in former.mates(place)}
+    return min(mates & (base.failed - base.excluded), default=None)
 
-    def __init__(self, transport: Transport, takeover: Takeover) -> None:
-        self._transport = transport
+
+class _StateParts:
+    """The states of the former group, which the first rank of each lane receives one by one.
+
+    A rank sends its state to those whose lanes have values of its own, or to rank 0 if it had no
+    lane.
+    """
+
+    def __init__(self, context: Context, takeover: Takeover, former: Islands) -> None:
+        self._transport = transport = context.transport
         self._plan, self._mine = takeover.plan, takeover.mine
-        self._sends = []
-        if transport.rank and self._mine is not None and takeover.base.rank in self._plan.present:
-            self._sends = send_object(transport, self._mine.part, COORDINATOR, Tag.STATE)
+        self._sends: list[Request] = []
+        rank = takeover.base.rank
+        if self._mine is not None and rank in self._plan.present:
+            for dest in _receivers(context, former, self._plan.former.index(rank)):
+                if dest != transport.rank:
+                    self._sends += send_object(transport, self._mine.part, dest, Tag.STATE)
 
     def of(self, place: int) -> dict[str, Any] | None:
-        """Return, at rank 0, the state of a rank of the former group; None if it is lost."""
+        """Return the state of a rank of the former group; None if it is lost."""
         source = self._plan.source(place)
         if source is None:
             return None
-        if source == COORDINATOR:
+        if source == self._transport.rank:
             assert self._mine is not None
             # Merging changes the states, and another takeover may need this one.
             part = deepcopy(self._mine.part)
@@ -287,8 +330,17 @@ class _StateParts:
         return {**part, "mirrors": mirrors}
 
     def end(self) -> None:
-        """Wait until rank 0 has received all states."""
+        """Wait until all states have been received."""
         self._transport.wait(*self._sends)
+
+
+def _receivers(context: Context, former: Islands, place: int) -> list[int]:
+    """Return the ranks that merge the state of the former rank at this place."""
+    lane = former.lane(place)
+    if lane is None:
+        return [COORDINATOR]
+    mine, islands = former_lanes(context, former)[lane], context.islands
+    return [islands.ranks(each.number)[0] for each in context.lanes if each.shared(mine)]
 
 
 def _take_local(session: Session, takeover: Takeover) -> None:

@@ -240,7 +240,7 @@ def make_context(
             check_workers(options, transport.size - servers)
         if whole.is_sharded:
             _check_sharded(transport, options, algorithm)
-        islands = make_islands(transport, options, algorithm, servers)
+        islands = make_islands(transport, options, algorithm, servers, bool(numbers))
 
         def cut_model() -> Sequence[Lane]:
             return _cut(options, algorithm, module, whole, islands, project)

@@ -49,7 +49,8 @@ class Failures:
         """Record the ranks whose failure has ended the previous group.
 
         Each of ``losses`` has its ``rank`` in the job, its ``host``, ``what`` ("died" or "left
-        out"), and the numbers of samples and gradients lost with it.
+        out"), the numbers of samples and gradients lost with it, and the failed ``mate`` of its
+        island for which it was left out, or None.
         """
         for loss in losses:
             known = [each for each in self.records if each["rank"] == loss["rank"]]
@@ -62,11 +63,11 @@ class Failures:
     def _record_coordinator(self, loss: Mapping[str, Any]) -> dict[str, Any]:
         """Record the failure of a rank 0, which only its successor can do."""
         transport, moment = self._transport, self._moment()
-        fate = (
-            "has stopped responding and was excluded"
-            if loss["what"] == "left out"
-            else "has failed"
-        )
+        fate = "has failed"
+        if loss["mate"] is not None:
+            fate = f"is in the island of rank {loss['mate']}, which has failed, and was excluded"
+        elif loss["what"] == "left out":
+            fate = "has stopped responding and was excluded"
         console.say(
             f"aladdin_mpi: rank {loss['rank']} (host {loss['host']}) {fate} at sample "
             f"{moment['samples']}; rank {transport.original_ranks[0]} (host "

@@ -97,36 +97,47 @@ def excuse(transport: Transport, islands: Islands) -> str:
     me = transport.rank
     mates = islands.mates(me) if me >= islands.servers else []
     for mate in transport.failed.intersection(mates):
-        mine, other = (transport.original_ranks[rank] for rank in (me, mate))
-        return (
-            f"rank {mine} (host {transport.host_names[me]}) exits, because rank {other} of its "
-            "island has failed; the run continues without this island"
-        )
+        return leaving(transport, me, mate)
     return ""
+
+
+def leaving(transport: Transport, rank: int, lost: int) -> str:
+    """Return the message of a rank that leaves the run because rank ``lost`` has failed."""
+    mine, other = (transport.original_ranks[each] for each in (rank, lost))
+    return (
+        f"rank {mine} (host {transport.host_names[rank]}) exits, because rank {other} of its "
+        "island has failed; the run continues without this island"
+    )
 
 
 def fail_together(transport: Transport, islands: Islands) -> None:
     """Exclude the other members of an island from the run when one fails; every rank calls it.
 
     Over MPI these leave the run by themselves, with an ExcludedError or, if they wait for the
-    failed rank, by :data:`.guard.excuse`. Rank 0 cannot leave, so the run ends with its island.
+    failed rank, by :data:`.guard.excuse`. If the island has rank 0, the surviving islands form a
+    new group, or the run ends.
     """
 
     def lose(rank: int) -> None:
-        if rank < islands.servers or rank == COORDINATOR:
-            return  # the run ends, or another rank takes its place
-        mates = islands.mates(rank)
-        if COORDINATOR in mates:
+        if rank < islands.servers:
+            return  # the run ends, or continues in a new group
+        mates, forms_group = islands.mates(rank), transport.is_revoked(without=rank)
+        if rank == COORDINATOR and not forms_group:
+            return  # the run ends
+        if COORDINATOR in mates and not forms_group:
             number, host = transport.original_ranks[rank], transport.host_names[rank]
             raise LostError(f"rank {number} (host {host}) has failed, in the island of rank 0")
         if transport.rank in mates and not transport.shares_process:
+            if forms_group:
+                return  # this rank leaves when the others meet
             raise ExcludedError(excuse(transport, islands))
         for mate in mates:
             if mate not in transport.failed:
                 transport.exclude(mate)
 
     if islands.size > 1 and transport.survives:
-        guard.excuse = partial(excuse, transport, islands)
+        if not transport.shares_process:
+            guard.excuse = partial(excuse, transport, islands)
         transport.on_failure(lose)
 
 
@@ -178,9 +189,15 @@ def check_servers_of_parts(servers: int, parts: int) -> None:
 
 
 def make_islands(
-    transport: Transport, options: RunOptions, algorithm: Algorithm, servers: int
+    transport: Transport,
+    options: RunOptions,
+    algorithm: Algorithm,
+    servers: int,
+    has_begun: bool = False,
 ) -> Islands:
     """Return the islands of a run; by default, each rank that computes is one.
+
+    A run that ``has_begun`` continues with any number of islands.
 
     Raises:
         UserError: islands would differ in size, or be too few.
@@ -199,7 +216,7 @@ def make_islands(
     lanes = gcd(size, servers) if servers else size
     if options.node_sums:
         lanes = 1
-    least = max(algorithm.least_workers, servers // lanes)
+    least = 1 if has_begun else max(algorithm.least_workers, servers // lanes)
     if len(members) < least:
         raise UserError(
             f"{flag} requires at least {least} islands for --algorithm {algorithm.name}"

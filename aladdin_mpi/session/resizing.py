@@ -80,6 +80,11 @@ class StateAssembly:
         device = "meta" if like.is_meta else "cpu"
         self._model = torch.zeros(layout.numel, dtype=like.dtype, device=device)
 
+    @property
+    def has_server(self) -> bool:
+        """Whether a server's state was found, or there are no servers; once merged."""
+        return len(self._lost_buckets) < len(self._layout.buckets)
+
     def merged(self) -> MergedState:
         """Return the merged state of all ranks of the checkpoint.
 
@@ -202,16 +207,26 @@ class _Merged(NamedTuple):
 def _merge_lane(read: Read, former: Islands, context: Context, role: Role) -> _Merged:
     merged: MergedState | None = None
     counts: dict[int, Counts | None] = {}
-    sources = []
+    sources: list[int] = []
+    late: list[tuple[int, LaneCut, MergedState]] = []
     assert context.lane is not None
     for lane in former_lanes(context, former):
         cut = LaneCut(context.lane, lane)
         if cut.is_empty:
             continue
-        found = StateAssembly(read, former, lane, context, role).merged()
+        assembly = StateAssembly(read, former, lane, context, role)
+        found = assembly.merged()
         counts |= zip(former.workers(lane.number), found.counts, strict=True)
-        merged = found if cut.is_whole else cut.add(merged, found)
-        sources.append(lane.number)
+        if cut.is_whole:
+            return _Merged(found, lane.number, counts)
+        if assembly.has_server:
+            merged = cut.add(merged, found)
+            sources.append(lane.number)
+        else:  # its counters must not count for those of surviving servers
+            late.append((lane.number, cut, found))
+    for number, cut, found in late:
+        merged = cut.add(merged, found)
+        sources.append(number)
     assert merged is not None
     return _Merged(merged, sources[0], counts)
 

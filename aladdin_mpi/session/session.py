@@ -290,6 +290,7 @@ class Session:
         drawn: int,
         merged: MergedState,
         origin: Origin,
+        of_all: MergedState,
         known: dict[str, Any] | None = None,
         losses: Sequence[Mapping[str, Any]] = (),
     ) -> None:
@@ -297,8 +298,9 @@ class Session:
 
         Args:
             drawn: the samples that its ranks have drawn and not returned.
-            merged: merged state of its ranks.
-            origin: origin of the run from here on.
+            merged: of the ranks that trained this rank's lane.
+            origin: of the run from here on.
+            of_all: has the counts of all workers.
             known: its coordinator's knowledge, on rank 0.
             losses: on rank 0, see :meth:`.Failures.take_over`.
         """
@@ -308,7 +310,7 @@ class Session:
         self._drawn = drawn
         self.over = drawn >= self.plan.total
         if self.coordinator is not None and known is not None:
-            self.coordinator.take_over(known, drawn, merged)
+            self.coordinator.take_over(known, drawn, of_all)
             self.coordinator.failures.take_over(losses)
         self._distribute(merged)
 

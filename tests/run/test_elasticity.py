@@ -33,6 +33,7 @@ from aladdin_mpi.run.elasticity import (
     JoinArrived,
     JoinRendezvous,
     JoinTimedOut,
+    LeaveRun,
     MachineState,
     MembersArrived,
     Membership,
@@ -61,8 +62,13 @@ def holder(server: int, servers: int) -> int:
     return (server + 1) % servers if servers > 1 else servers
 
 
-def facts(rank: int, members: Membership, drawn: int, ended_at: int | None = None) -> RankFacts:
-    """Return the facts that a rank of a group reports; its first two ranks have the accounting."""
+def facts(
+    rank: int, members: Membership, drawn: int, ended_at: int | None = None, standby: int = 1
+) -> RankFacts:
+    """Return the facts that a rank of a group reports.
+
+    The ranks at the places 0 and ``standby`` have the accounting.
+    """
     place = members.place(rank)
     assert place is not None
     accounting = {"seconds": float(members.number), "place": place}
@@ -73,7 +79,7 @@ def facts(rank: int, members: Membership, drawn: int, ended_at: int | None = Non
         "ended_at": ended_at,
         "computed": 0,
         "taken": None,
-        "keeper": accounting if place < 2 else None,
+        "keeper": accounting if place in (0, standby) else None,
         "is_first": place == 0,
         "origin": {"workers": len(members.ranks) - members.servers, "servers": members.servers},
     }
@@ -116,15 +122,22 @@ class Simulation:
     may not arrive. Each rank learns of a failure at any later time.
     """
 
-    def __init__(self, seed: int, hangs: bool = False) -> None:
+    def __init__(self, seed: int, hangs: bool = False, island: int = 1) -> None:
         self.random = r = random.Random(seed)
-        workers = r.randint(1, 5)
+        workers = island * r.randint(1, 5)
         servers, spares = r.choice([0, 1, 1, 2, 3]), r.choice([0, 0, 1, 2, 3])
         self.size = workers + servers + spares
         self.first = begin(self.size, servers, spares)
         needs_all = r.random() < 0.5
+        self.island = island
+        firsts = range(servers, servers + workers, island) if island > 1 else ()
+        self.islands = [range(rank, rank + island) for rank in firsts]
         self.nodes = [
-            Node(ElasticityMachine(rank, self.size, self.first, needs_all=needs_all))
+            Node(
+                ElasticityMachine(
+                    rank, self.size, self.first, needs_all=needs_all, islands=self.islands
+                )
+            )
             for rank in range(self.size)
         ]
         self.surviving = set(range(self.size))
@@ -152,8 +165,15 @@ class Simulation:
                 self.carry_out(node, RanksLost(frozenset()))
 
     # -- one rank -------------------------------------------------------------------------
+    def standby(self, group: Membership) -> int:
+        """Return the place of the standby coordinator, which is not in the island of place 0."""
+        return 1 if group.servers else self.island
+
     def feed(self, node: Node, event: Event) -> None:
         node.machine.note_lost(node.lost)
+        mates = node.machine.failed - node.lost - {node.machine.rank}
+        node.excluded |= mates
+        node.lost |= mates
         self.carry_out(node, event)
 
     def carry_out(self, node: Node, event: Event) -> None:
@@ -162,6 +182,9 @@ class Simulation:
         me = node.machine.rank
         if isinstance(event, RanksLost) and self.is_revoked(node, node.machine.failed - known):
             self.leave(node)
+            return
+        if me in node.machine.failed and node.group is not None and node.is_set_up:
+            self.surviving.discard(me)  # its island leaves the group, which goes on
             return
         for decision in decisions:
             match decision:
@@ -182,6 +205,9 @@ class Simulation:
                     check_sources(plan)
                     node.is_set_up = node.has_started = False
                     self.entered.setdefault(plan.members, set()).add(me)
+                case LeaveRun(lost):
+                    assert any(me in island and lost in island for island in self.islands)
+                    self.surviving.discard(me)
                 case EndRun(reason, reporter):
                     assert reporter is None or reporter in self.nodes[me].machine.members.ranks
                     self.ended = self.ended or reason
@@ -206,7 +232,8 @@ class Simulation:
             self.send(me, rank, ("excluded", frozenset(node.excluded)))
         if was_set_up:
             ended_at = 100 if self.ends_training else None
-            node.facts = facts(me, group, 10 * group.number, ended_at)
+            standby = self.standby(group)
+            node.facts = facts(me, group, 10 * group.number, ended_at, standby)
             self.feed(node, GroupRevoked(node.facts))
         else:
             self.feed(node, GroupRevoked(None))
@@ -332,7 +359,8 @@ class Simulation:
 
     def check_one_group(self, group: Membership) -> None:
         """Check that no other active group has a common member with this one."""
-        for rank in self.surviving:
+        leaving = {rank for island in self.islands for rank in island} - self.taking_part
+        for rank in self.surviving - leaving:
             other = self.nodes[rank]
             if other.group in (None, group) or not other.is_set_up or other.is_hanging:
                 continue
@@ -388,9 +416,11 @@ class Simulation:
 
     @property
     def taking_part(self) -> set[int]:
-        """Return the ranks that have not failed, hung or been excluded."""
+        """Return the ranks that have not failed, hung or been excluded, as none of their island."""
         running = {rank for rank in self.surviving if not self.nodes[rank].is_hanging}
-        return {r for r in running if not any(r in self.nodes[o].excluded for o in running)}
+        found = {r for r in running if not any(r in self.nodes[o].excluded for o in running)}
+        broken = [island for island in self.islands if not found.issuperset(island)]
+        return found.difference(*broken)
 
     def check_end(self) -> None:
         """Check that the run ends if and only if no group can be formed."""
@@ -401,9 +431,10 @@ class Simulation:
             known = [self.nodes[rank].machine.members for rank in participants] or [self.first]
             newest = max(known, key=lambda members: members.number)
             with pytest.raises(LostError):
-                next_membership(newest, participants, self.ends_training)
+                next_membership(newest, participants, self.ends_training, self.island > 1)
         elif "both failed" in self.ended or "no surviving" in self.ended:
-            accounting = participants.intersection(trained.ranks[:2])
+            places = {0, self.standby(trained)}
+            accounting = {r for r in participants if trained.place(r) in places}
             workers = participants.intersection(trained.ranks[trained.servers :])
             assert not (accounting and workers), "the run could continue"
         elif self.ended == TIMEOUT:
@@ -425,13 +456,24 @@ def test_hanging_ranks_are_excluded(block: int) -> None:
         check_schedule(seed, hangs=True)
 
 
-def check_schedule(seed: int, hangs: bool = False) -> Simulation:
-    simulation = Simulation(seed, hangs)
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_islands_fail_as_a_whole(block: int) -> None:
+    """The surviving islands reach one decision; members of a failed one leave the run."""
+    for seed in range(block * PER_BLOCK, (block + 1) * PER_BLOCK):
+        hangs = seed % 2 == 1
+        simulation = check_schedule(seed, hangs, island=2)
+        if simulation.ended is None and not hangs:
+            assert simulation.surviving == simulation.taking_part, seed
+
+
+def check_schedule(seed: int, hangs: bool = False, island: int = 1) -> Simulation:
+    simulation = Simulation(seed, hangs, island)
     try:
         simulation.run()
         simulation.check()
     except AssertionError as error:
-        raise AssertionError(f"schedule {seed}, hangs={hangs}: {error}") from error
+        names = f"schedule {seed}, hangs={hangs}, island={island}"
+        raise AssertionError(f"{names}: {error}") from error
     return simulation
 
 
@@ -583,6 +625,8 @@ def test_standby_coordinator_is_on_another_host() -> None:
     assert standby_coordinator([0, 1, 2, 3], [0, 0, 1, 1]) == 2
     assert standby_coordinator([0, 1, 3], [0, 0, 1, 1]) == 3
     assert standby_coordinator([0, 1], [0, 0, 1, 1]) == 1
+    assert standby_coordinator([0, 1, 2, 3], [0, 0, 0, 0], mates=[1]) == 2
+    assert standby_coordinator([0, 1], [0, 0], mates=[1]) is None
     assert standby_coordinator([0], [0, 0]) is None
 
 
