@@ -346,10 +346,19 @@ class TorchOptimizer(Optimizer):
             self.load_state_dict(state)
             return
         self._load_common(state)
+        state = {**state, "parts": [self._numbered(part) for part in state["parts"]]}
         for saved in without_parts(state)["inherited"]:
             self._inherited.add(saved["start"], saved["stop"], saved["state"])
         if parts:
             self._inherited.keep(parts)
+
+    def _numbered(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """Return a part's state with the numbers of its pieces, absent in earlier versions."""
+        if "numbers" in saved["state"]:
+            return saved
+        part = self._rows(slice(saved["start"], saved["stop"]))
+        part.load_state_dict(saved["state"])
+        return {**saved, "state": part.state_dict()}
 
     def joined(
         self, states: Sequence[dict[str, Any] | None], parts: Sequence[Sequence[slice]]

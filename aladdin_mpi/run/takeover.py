@@ -337,7 +337,7 @@ class _StateParts:
 def _receivers(context: Context, former: Islands, place: int) -> list[int]:
     """Return the ranks that merge the state of the former rank at this place."""
     lane = former.lane(place)
-    if lane is None:
+    if lane is None or former.lanes == context.islands.lanes == 1:
         return [COORDINATOR]
     mine, islands = former_lanes(context, former)[lane], context.islands
     return [islands.ranks(each.number)[0] for each in context.lanes if each.shared(mine)]

@@ -41,6 +41,8 @@ from aladdin_mpi.worker.role import LEFT_OUT, SAMPLES, Role
 
 PIECE = 1 << 26
 """Bytes of one broadcast."""
+COUNTERS = ("samples", "received", "staleness", "from_failed", "applied")
+"""Counters in the merged state of servers."""
 Read = Callable[[int], "dict[str, Any] | None"]
 """Function that returns the state of a former rank; None for a lost one."""
 
@@ -181,10 +183,13 @@ def merge_lanes(
         transport, lambda: _merge_lane(read, former, context, role) if merges else None
     )
     counts = _joined_counts(transport, former, {} if found is None else found.counts, read)
+    known = gather(transport, None if found is None else found.counters)
+    counters = broadcast(transport, _joint([each for each in known if each is not None]))
     of_all = MergedState(torch.empty(0), {}, counts=[each for _, each in sorted(counts.items())])
     if among is None or lane is None:
         return MergedState(torch.empty(0), {}), of_all
     if found is not None:
+        found.merged.server |= counters
         lanes = lane.number, context.islands.lanes
         found.merged.counts = counts_of_lane(*lanes, former, found.source, counts)
     return share(among, None if found is None else found.merged), of_all
@@ -195,20 +200,22 @@ class _Merged(NamedTuple):
 
     Attributes:
         merged: the state, without counts.
-        source: the first former lane that had values of the lane.
+        source: a former lane that had values of the lane.
         counts: of the workers of all these lanes, by rank.
+        counters: of their servers; None without any, or if all are lost.
     """
 
     merged: MergedState
     source: int
     counts: dict[int, Counts | None]
+    counters: Counts | None
 
 
 def _merge_lane(read: Read, former: Islands, context: Context, role: Role) -> _Merged:
     merged: MergedState | None = None
     counts: dict[int, Counts | None] = {}
+    counters: list[Counts] = []
     sources: list[int] = []
-    late: list[tuple[int, LaneCut, MergedState]] = []
     assert context.lane is not None
     for lane in former_lanes(context, former):
         cut = LaneCut(context.lane, lane)
@@ -217,18 +224,29 @@ def _merge_lane(read: Read, former: Islands, context: Context, role: Role) -> _M
         assembly = StateAssembly(read, former, lane, context, role)
         found = assembly.merged()
         counts |= zip(former.workers(lane.number), found.counts, strict=True)
-        if cut.is_whole:
-            return _Merged(found, lane.number, counts)
-        if assembly.has_server:
-            merged = cut.add(merged, found)
-            sources.append(lane.number)
-        else:  # its counters must not count for those of surviving servers
-            late.append((lane.number, cut, found))
-    for number, cut, found in late:
-        merged = cut.add(merged, found)
-        sources.append(number)
+        sources.append(lane.number)
+        if found.server and assembly.has_server:
+            counters.append({name: found.server[name] for name in COUNTERS})
+        merged = found if cut.is_whole else cut.add(merged, found)
     assert merged is not None
-    return _Merged(merged, sources[0], counts)
+    return _Merged(merged, sources[0], counts, _joint(counters) or None)
+
+
+def _joint(counters: Sequence[Counts]) -> Counts:
+    """Return the counters of the servers of several lanes, as those of several servers of one.
+
+    A gradient that one of them has not applied is not applied.
+    """
+    if not counters:
+        return {}
+    from_failed = min(each["from_failed"] for each in counters)
+    return {
+        "samples": max(each["samples"] for each in counters),
+        "received": max(each["received"] for each in counters),
+        "staleness": counters[0]["staleness"],
+        "from_failed": from_failed,
+        "applied": min(each["applied"] - each["from_failed"] for each in counters) + from_failed,
+    }
 
 
 def _joined_counts(

@@ -451,6 +451,21 @@ def test_islands_continue_without_a_server(tmp_path: Path, algorithm: str, rank:
     assert figures["test_loss"] < 2.3  # chance
 
 
+@pytest.mark.parametrize("algorithm", ["aladdin", "async-diloco"])
+def test_losses_do_not_depend_on_the_lane_of_the_failed_server(
+    tmp_path: Path, algorithm: str
+) -> None:
+    """A spare rank replaces it, so each lane keeps its values."""
+    options = ["--algorithm", algorithm, *ISLANDS, "--servers", 2, "--spares", 1]
+    lost = []
+    for rank in (0, 1):
+        folder = tmp_path / str(rank)
+        figures = run(folder, *options, "--samples", 640, "--failures", f"{rank}=1.3")
+        check_continued(figures, {rank}, 640)
+        lost.append(figures["gradients_lost"])
+    assert lost[0] > 0 and lost[1] > 0
+
+
 def test_islands_end_with_the_last_server(tmp_path: Path) -> None:
     """A worker that took its place would leave its island."""
     options = ["--algorithm", "bsp", *ISLANDS, "--samples", 1920, "--failures", "0=1.3"]
