@@ -210,7 +210,8 @@ def take_over(session: Session, takeover: Takeover) -> None:
     known = plan.accounting if is_first else None
     step = context.options.step_size * context.islands.size / len(context.whole.outside)
     losses = _losses(takeover, former, lost, step) if is_first else ()
-    session.take_over(plan.drawn, merged, now, of_all, known, losses)
+    is_over = any(each["ended_at"] is not None for each in plan.present.values())
+    session.take_over(plan.drawn, merged, now, of_all, is_over, known, losses)
     _take_local(session, takeover)
 
 

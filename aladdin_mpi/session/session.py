@@ -291,6 +291,7 @@ class Session:
         merged: MergedState,
         origin: Origin,
         of_all: MergedState,
+        is_over: bool,
         known: dict[str, Any] | None = None,
         losses: Sequence[Mapping[str, Any]] = (),
     ) -> None:
@@ -301,6 +302,8 @@ class Session:
             merged: of the ranks that trained this rank's lane.
             origin: of the run from here on.
             of_all: has the counts of all workers.
+            is_over: whether its last segment has ended; otherwise a segment follows, if only to
+                write the checkpoint.
             known: its coordinator's knowledge, on rank 0.
             losses: on rank 0, see :meth:`.Failures.take_over`.
         """
@@ -308,7 +311,7 @@ class Session:
         self.origin = origin
         self._moment = broadcast(transport, transport.now() + SETTLE_SECONDS)
         self._drawn = drawn
-        self.over = drawn >= self.plan.total
+        self.over = is_over
         if self.coordinator is not None and known is not None:
             self.coordinator.take_over(known, drawn, of_all)
             self.coordinator.failures.take_over(losses)

@@ -466,6 +466,28 @@ def test_losses_do_not_depend_on_the_lane_of_the_failed_server(
     assert lost[0] > 0 and lost[1] > 0
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["ar-sgd", "--workers", 3, "--samples", 192, "--failures", "0=1.16"],
+        ["local-sgd", *CLUSTER, *ISLANDS, "--samples", 320, "--seed", 25, "--failures", "0=1.184"],
+        ["aladdin", *CLUSTER, *ISLANDS, "--samples", 640, "--failures", "3=1.3", "0=1.32"],
+    ],
+    ids=["single ranks", "rank 0", "a server and a worker"],
+)
+def test_run_whose_last_samples_fail_can_be_resumed(tmp_path: Path, options: list[Any]) -> None:
+    """The new group has no samples left, but a checkpoint to write."""
+    servers = ["--servers", 3 if options[0] == "aladdin" else 1]
+    simulate(tmp_path, "--jitter", 0.2, "--algorithm", *options, *servers)
+    before = summary(tmp_path)
+    samples = before["samples"]
+    assert before["failures"]
+    simulate(None, "--resume", tmp_path, "--samples", 2 * samples)
+    after = summary(tmp_path)
+    assert after["samples"] == 2 * samples
+    assert after["gradients_computed"] > before["gradients_computed"]
+
+
 def test_islands_end_with_the_last_server(tmp_path: Path) -> None:
     """A worker that took its place would leave its island."""
     options = ["--algorithm", "bsp", *ISLANDS, "--samples", 1920, "--failures", "0=1.3"]
