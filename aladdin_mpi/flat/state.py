@@ -182,7 +182,15 @@ def mean_of_leaves(merged: Any, new: Any, count: int, name: str = "") -> Any:
     return merged.add_(new.sub_(merged), alpha=1 / count)  # exact if all are equal
 
 
-mean = by_leaf(mean_of_leaves)
+def _mean_or_first(merged: Any, new: Any, count: int, name: str = "") -> Any:
+    """Return the mean; of messages, which may differ in size, the first, as all are dropped."""
+    tensors = isinstance(merged, Tensor) and isinstance(new, Tensor)
+    if tensors and merged.shape != new.shape:
+        return merged
+    return mean_of_leaves(merged, new, count, name)
+
+
+mean = by_leaf(_mean_or_first)
 
 
 def _by_component(owner: object, attribute: str, part: MergedPart) -> None:

@@ -196,3 +196,17 @@ def test_merged_counters_keep_their_sum_for_any_number_of_ranks() -> None:
     for workers in range(1, 7):
         assert sum(merged.carried("n", worker, workers) for worker in range(workers)) == 13
     assert merged.carried("other", 0, 1) == 0
+
+
+def test_messages_of_workers_with_different_compression_are_merged() -> None:
+    """Components drop them, so any of them will do; means of other states are as before."""
+    states = [
+        {"outbox": {"former": {"messages": [torch.ones(size)]}}, "codec": {"left": torch.ones(2)}}
+        for size in (3299, 1675, 3299)
+    ]
+    merged = None
+    for count, state in enumerate(states, start=1):
+        merged = merge(saved("outbox", "codec"), merged, state, count)
+    assert merged is not None
+    assert len(merged["outbox"]["former"]["messages"][0]) == 3299
+    assert merged["codec"]["left"].tolist() == [1, 1]
