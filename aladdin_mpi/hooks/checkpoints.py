@@ -523,7 +523,7 @@ class Checkpoints(RunHook):
         session.resize(state, merged, now, of_all)
         all_or_none(transport, lambda: self._restore_local(session, former))
         if first and not context.options.quiet:
-            report_resize(context.algorithm, origin, now, lr)
+            report_resize(context.algorithm, origin, now, lr, context.islands.size)
 
     def _restore_local(self, session: Session, former: Islands) -> None:
         """Restore the local state of the worker of this number; a new one only gets buffers."""

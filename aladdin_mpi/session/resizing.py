@@ -292,11 +292,16 @@ def share(transport: Transport, merged: MergedState | None) -> MergedState:
     return MergedState(**unpacked(data))
 
 
-def report_resize(algorithm: Algorithm, before: Origin, now: Origin, lr: LearningRate) -> None:
-    """Print a change of the number of ranks for the user."""
+def report_resize(
+    algorithm: Algorithm, before: Origin, now: Origin, lr: LearningRate, island: int
+) -> None:
+    """Print a change of the number of ranks, or of the size of islands, for the user."""
     was = replace(lr, workers=before.workers).scale
     rate = f"is multiplied by {lr.scale:.4g} instead of {was:.4g}"
     ranks = [describe_ranks(each.workers, each.servers) for each in (now, before)]
+    if island != before.ranks.size:
+        sizes = (island, before.ranks.size)
+        ranks = [f"{each} in islands of {size}" for each, size in zip(ranks, sizes, strict=True)]
     texts = [
         f"resumed with {ranks[0]} instead of {ranks[1]}",
         algorithm.on_resize,
