@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -220,10 +220,10 @@ class Inherited:
             if a >= b:
                 self._runs.append((first, last, state))
                 continue
-            taken.append((a, b, _part(state, a - first, b - first)))
+            taken.append((a, b, part_of(state, a - first, b - first)))
             for left, right in ((first, a), (b, last)):
                 if left < right:
-                    self._runs.append((left, right, _part(state, left - first, right - first)))
+                    self._runs.append((left, right, part_of(state, left - first, right - first)))
         return _joined(start, stop, taken)
 
     def state_dict(self) -> list[dict[str, Any]]:
@@ -235,7 +235,8 @@ class Inherited:
         self._runs = [(run["start"], run["stop"], run["state"]) for run in state]
 
 
-def _part(state: State, start: int, stop: int) -> State:
+def part_of(state: Mapping[str, Any], start: int, stop: int) -> State:
+    """Return the part ``[start, stop)`` of the state of a range of values."""
     return {
         name: value[start:stop].clone()
         if isinstance(value, torch.Tensor) and value.dim()

@@ -14,7 +14,7 @@ from torch import Tensor
 from aladdin_mpi.flat.lanes import Lane
 from aladdin_mpi.flat.state import MergedState
 from aladdin_mpi.flat.vectors import copy
-from aladdin_mpi.optimizers.base import without_parts
+from aladdin_mpi.optimizers.base import part_of, without_parts
 from aladdin_mpi.session.islands import Islands
 from aladdin_mpi.worker.role import LEFT_OUT, REFUSED, SAMPLES
 
@@ -53,12 +53,9 @@ class LaneCut:
         for state in (found.worker, found.server):
             if "optimizer" in state:
                 state["optimizer"] = without_parts(state["optimizer"])
-        known = MergedState(None, None, None) if merged is None else merged  # type: ignore[arg-type]
-        return MergedState(
-            self._cut(found.model, known.model),
-            self._cut(found.worker, known.worker),
-            self._cut(found.server, known.server),
-        )
+        fields = "model", "worker", "server"
+        known = {} if merged is None else vars(merged)
+        return MergedState(**{n: self._cut(getattr(found, n), known.get(n)) for n in fields})
 
     def _cut(self, value: Any, known: Any) -> Any:
         """Return the lane's part of a value, in addition to the ``known`` part of other lanes."""
@@ -82,7 +79,7 @@ class LaneCut:
             start, stop = max(there.start, first), min(there.stop, last)
             if start < stop:
                 at = here.start + start - there.start
-                part = _sliced(state["state"], start - first, stop - first, last - first)
+                part = part_of(state["state"], start - first, stop - first)
                 found.append({"start": at, "stop": at + stop - start, "state": part})
         return found
 
@@ -91,16 +88,6 @@ def _are_ranges(value: Any) -> bool:
     if not isinstance(value, list):
         return False
     return all(isinstance(each, dict) and each.keys() == RANGE for each in value)
-
-
-def _sliced(state: Mapping[str, Any], start: int, stop: int, numel: int) -> dict[str, Any]:
-    """Return a state with the given part of all tensors that have a number for each value."""
-    return {
-        name: value[start:stop].clone()
-        if isinstance(value, Tensor) and value.shape == (numel,)
-        else value
-        for name, value in state.items()
-    }
 
 
 def counts_of_lane(

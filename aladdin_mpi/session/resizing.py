@@ -24,6 +24,7 @@ from aladdin_mpi.control.exchange import (
     unpacked,
 )
 from aladdin_mpi.errors import LostError
+from aladdin_mpi.exchange.server import ParameterServer
 from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.flat.lanes import Lane
 from aladdin_mpi.flat.layout import Bucket
@@ -239,14 +240,9 @@ def _joint(counters: Sequence[Counts]) -> Counts:
     """
     if not counters:
         return {}
-    from_failed = min(each["from_failed"] for each in counters)
-    return {
-        "samples": max(each["samples"] for each in counters),
-        "received": max(each["received"] for each in counters),
-        "staleness": counters[0]["staleness"],
-        "from_failed": from_failed,
-        "applied": min(each["applied"] - each["from_failed"] for each in counters) + from_failed,
-    }
+    joint: Counts = ParameterServer.merged(counters)
+    from_survivors = min(each["applied"] - each["from_failed"] for each in counters)
+    return {**joint, "applied": from_survivors + joint["from_failed"]}
 
 
 def _joined_counts(
