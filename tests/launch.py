@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -44,7 +44,7 @@ NO_OFI = "^ofi"
 JOBS = 2
 """Concurrent jobs of a test run: a job's ranks seldom keep two cores busy."""
 
-_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
+_RANK_VARIABLES = (b"OMPI_COMM_WORLD_RANK", b"PMI_RANK")
 
 
 @dataclass(frozen=True, repr=False)
@@ -87,7 +87,7 @@ def launcher(mpi: str) -> Path:
 def environment(mpi: str, extra: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a job of this MPI on a small machine, including ``extra``."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
-    kept |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    kept |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     if mpi == "openmpi":
         kept |= {
             "OMPI_MCA_mpi_yield_when_idle": "1",
@@ -139,6 +139,7 @@ class Job:
         try:
             self.process.wait(timeout)
         except subprocess.TimeoutExpired:
+            self._print_stacks()
             self.kill()
             raise JobError(f"the job did not end within {timeout:g} s\n{self.so_far()}") from None
         return self.so_far()
@@ -165,17 +166,38 @@ class Job:
         Raises:
             JobError: no process of the job is that rank.
         """
-        wanted = {f"{name}={rank}".encode() for name in _RANK_VARIABLES}
+        processes = self._ranks()
+        if rank not in processes:
+            raise JobError(f"rank {rank} is not running\n{self.so_far()}")
+        return processes[rank]
+
+    def _ranks(self) -> dict[int, int]:
+        """Return the process of each rank that runs."""
+        processes: dict[int, int] = {}
         for pid in self._members():
             try:
                 environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if wanted.intersection(environment):
-                process_id = warm.process_of(pid, environment)
-                if process_id is not None:
-                    return process_id
-        raise JobError(f"rank {rank} is not running\n{self.so_far()}")
+            variables = dict(each.split(b"=", 1) for each in environment if b"=" in each)
+            rank = next((variables[v] for v in _RANK_VARIABLES if v in variables), None)
+            process_id = None if rank is None else warm.process_of(pid, environment)
+            if rank is not None and process_id is not None:
+                processes.setdefault(int(rank), process_id)  # the rank precedes its children
+        return processes
+
+    def _print_stacks(self) -> None:
+        """Abort all ranks, which print the stacks of their threads.
+
+        mpirun is stopped meanwhile, because it kills all ranks once the first has ended.
+        """
+        self.process.send_signal(signal.SIGSTOP)
+        for pid in self._ranks().values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGABRT)
+        time.sleep(1)
+        self.process.send_signal(signal.SIGCONT)
+        time.sleep(1)
 
     def kill(self) -> None:
         """Kill mpirun and every process of its session."""

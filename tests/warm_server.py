@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import faulthandler
 import gc
 import importlib
 import io
@@ -129,6 +130,7 @@ def take_place(task: Task, paths: list[str]) -> None:
         os.close(stream)
     for printed in (sys.stdout, sys.stderr):
         cast(io.TextIOWrapper, printed).reconfigure(line_buffering=True, write_through=True)
+    faulthandler.enable()
     os.chdir(task.folder)
     os.sched_setaffinity(0, task.cores)
     for namespace in ("net", "uts"):
