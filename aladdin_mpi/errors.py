@@ -32,6 +32,10 @@ class ExcludedError(Exception):
     """This rank was excluded from the run, which continues. The message gives the reason."""
 
 
+class CutOffError(ExcludedError):
+    """This rank leaves a run that may continue, because it assumes that its own link is cut."""
+
+
 class RefusedError(Exception):
     """The run is refused, and another rank reports the reason."""
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.control.tags import Tag
-from aladdin_mpi.errors import ExcludedError, LostError
+from aladdin_mpi.errors import CutOffError, ExcludedError, LostError
 from aladdin_mpi.transport.base import Transport, surviving_ranks
 
 SIGNS = 6
@@ -135,10 +135,17 @@ class Heartbeats:
         if is_standby and self._transport.is_revoked(without=0) and self._hears_most(now):
             self._cut_off(0)
             return
-        if self._transport.survives and not (is_standby and self._hears_others(now)):
+        if self._may_be_cut_off(now, is_standby):
             me = self._name(self._transport.rank)
-            raise ExcludedError(f"{silence}; {me} assumes that its own link is cut, and exits")
+            raise CutOffError(f"{silence}; {me} assumes that its own link is cut, and exits")
         raise LostError(f"{silence}; it is the coordinator")
+
+    def _may_be_cut_off(self, now: float, is_standby: bool) -> bool:
+        """Return whether others may continue on the other side of a cut link."""
+        hosts = {self._transport.hosts[rank] for rank in surviving_ranks(self._transport)}
+        if not self._transport.survives or len(hosts) == 1:
+            return False
+        return not (is_standby and self._hears_others(now))
 
     def _hears_others(self, now: float) -> bool:
         """Return whether the silence of rank 0 is not due to this rank's own link."""

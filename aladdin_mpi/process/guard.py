@@ -18,6 +18,7 @@ from aladdin_mpi.errors import (
     DISK_FULL,
     SUSPENDED_STATUS,
     ClosedError,
+    CutOffError,
     ExcludedError,
     LostError,
     PeerFailedError,
@@ -44,6 +45,7 @@ remedy: Callable[[], str] = str
 excuse: Callable[[], str] = str
 """Returns why this rank leaves a run that continues, after another rank's failure; empty: none."""
 _last: list[Callable[[], None]] = []
+_before_ending: list[Callable[[], None]] = []
 _LIBRARY = Path(os.__file__).parent
 _ending = threading.Lock()
 
@@ -226,6 +228,8 @@ def end_job(error: BaseException) -> None:
         leave(0)  # the rank that reports the reason determines the status
     elif isinstance(error, ExcludedError):
         console.say(f"aladdin_mpi: {error}")
+        if isinstance(error, CutOffError):
+            _run(_before_ending)
         leave(0)
     elif isinstance(error, TerminatedError):
         status = 128 + error.signum
@@ -311,6 +315,7 @@ def _abort(status: int, size: int) -> None:
 
             # Open MPI loses the status of an abort if all other ranks have failed.
             if not (_leaves_by_itself() and MPI.COMM_WORLD.Get_failed().size == size - 1):
+                _run(_before_ending)
                 MPI.COMM_WORLD.Abort(status)
         except ImportError:
             pass  # the launcher ends the job when a process exits with an error
@@ -329,6 +334,16 @@ def before_leaving(action: Callable[[], None]) -> None:
     _last.append(action)  # for :func:`leave`, which bypasses atexit
 
 
+def before_ending(action: Callable[[], None]) -> None:
+    """Run ``action`` before this process aborts the job, or leaves it as its link is cut."""
+    _before_ending.append(action)
+
+
+def _run(actions: Iterable[Callable[[], None]]) -> None:
+    for action in actions:
+        action()
+
+
 def leave(status: int) -> None:
     """Exit this process when every rank exits by itself; never return."""
     sys.stdout.flush()
@@ -336,8 +351,7 @@ def leave(status: int) -> None:
     if threading.current_thread() is threading.main_thread():
         # Open MPI ends the others as soon as the first rank exits with an error.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    for action in _last:
-        action()
+    _run(_last)
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and not mpi.Is_finalized() and not _leaves_by_itself():
         mpi.Finalize()

@@ -83,6 +83,32 @@ def test_surviving_ranks_continue_after_a_worker_hangs(
     assert rises(metrics(run, "train"))
 
 
+@pytest.mark.parametrize(
+    ("stopped", "status"), [([2, 3], 0), pytest.param([0, 1, 2], 1, marks=pytest.mark.long)]
+)
+def test_job_ends_with_several_stopped_ranks(
+    tmp_path: Path, stopped: list[int], status: int
+) -> None:
+    """They are killed, as Open MPI's launcher would wait for them. One rank alone is too few."""
+    run = tmp_path / "run"
+    plan = ["--algorithm", "gosgd", *PLAN, "--epochs", 8]
+    with training(4, run, *plan, mpirun=ULFM) as job:
+        for rank in stopped:
+            stop(job, run, rank)
+        completed = job.wait(120)
+    assert completed.returncode == status, repr(completed)
+    names = ", ".join(f"rank {rank} (host {host()})" for rank in stopped)
+    check_names(completed.stderr, f"{names} is still hanging: killed")
+    assert "Traceback" not in completed.stderr, repr(completed)
+    assert end_of(str(run), 10)
+    if status:
+        check_names(refusal(completed), "rank 0 ", "no heartbeat", f"--resume {run}")
+        return
+    assert "MPI_ABORT" not in completed.stderr
+    assert [failure["rank"] for failure in summary(run)["failures"]] == stopped
+    assert summary(run)["samples"] == 8 * EPOCH
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("returns", [True, False])
 def test_surviving_ranks_continue_after_rank_0_hangs(tmp_path: Path, returns: bool) -> None:

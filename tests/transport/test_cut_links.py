@@ -34,15 +34,28 @@ PLAN = ["--worker-timeout", SILENCE, "--epochs", 10_000, "--lr-schedule", "const
 class Run:
     """A job in the lab, whose output can be read while it runs."""
 
-    def __init__(self, lab: Lab, folder: Path, placement: list[int]) -> None:
+    def __init__(self, lab: Lab, folder: Path, placement: list[int], *options: object) -> None:
         self.folder = folder / "run"
         self._log = (folder / "output.log").open("w+")
         train = [warm.python(), "-m", "aladdin_mpi.train"]
-        program = [*train, *words(self.folder, [*PLAN, "--log-every", 320])]
+        program = [*train, *words(self.folder, [*PLAN, "--log-every", 320, *options])]
         command = lab.mpirun_command(placement, program, options=["--with-ft", "ulfm"])
         self.process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT
         )
+
+    def pid(self, rank: int) -> int:
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                environment = (process / "environ").read_bytes().split(b"\0")
+                is_job = str(self.folder).encode() in (process / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if is_job and f"OMPI_COMM_WORLD_RANK={rank}".encode() in environment:
+                pid = warm.process_of(int(process.name), environment)
+                assert pid is not None
+                return pid
+        raise AssertionError(f"rank {rank} is not running\n{self.said()}")
 
     def said(self) -> str:
         return Path(self._log.name).read_text()
@@ -95,3 +108,28 @@ def test_workers_behind_cut_link_are_excluded_and_reported(tmp_path: Path) -> No
         assert run.process.wait(60) == SUSPENDED, run.said()
         assert "Traceback" not in run.said()
         assert end_of(str(run.folder), 10)
+
+
+@pytest.mark.parametrize(
+    ("stopped", "killed"),
+    [
+        pytest.param([1, 3], True, id="one per host"),
+        pytest.param([2, 3], False, id="a whole host", marks=pytest.mark.long),
+    ],
+)
+def test_job_ends_with_stopped_ranks_on_two_hosts(
+    tmp_path: Path, stopped: list[int], killed: bool
+) -> None:
+    """Ranks of their host kill them; where there is none, Open MPI ends them."""
+    with Lab(hosts=2) as lab:
+        names = [re.escape(f"rank {r} (host {lab.host_name(r // 2)})") for r in stopped]
+        run = Run(lab, tmp_path, [0, 0, 1, 1], "--algorithm", "gosgd", "--epochs", 8)
+        run.until(lambda: run.samples() >= EPOCH)
+        for rank in stopped:
+            os.kill(run.pid(rank), signal.SIGSTOP)
+        assert run.process.wait(100) == 0, run.said()
+    end = "killed" if killed else "ended with the job"
+    for name in names:
+        assert run.reports(rf"{name}.* is still hanging: {end}"), run.said()
+    assert metrics(run.folder)[-1]["samples"] == 8 * EPOCH
+    assert end_of(str(run.folder), 10)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from aladdin_mpi.process import startup
+from aladdin_mpi.process import guard, startup
 from aladdin_mpi.transport.mpi import world  # before MPI, whose start and end it configures
 
 # isort: split
@@ -28,6 +28,7 @@ from aladdin_mpi.errors import (
     UserError,
     WaitTimeoutError,
 )
+from aladdin_mpi.process.identity import ProcessIdentity
 from aladdin_mpi.transport import collectives
 from aladdin_mpi.transport.base import (
     ANY_SOURCE,
@@ -52,7 +53,7 @@ from aladdin_mpi.transport.mpi.progress import (
     cores_of_host,
 )
 from aladdin_mpi.transport.mpi.requests import MpiRequest, Requests, Signals, check_buffer, in_bytes
-from aladdin_mpi.transport.mpi.world import MpiFailures
+from aladdin_mpi.transport.mpi.world import HangingRanks, MpiFailures
 
 DATATYPES = {
     torch.float32: MPI.FLOAT,
@@ -87,7 +88,7 @@ class MpiTransport(Transport):
         self.traffic = Traffic()
         self.timeout = timeout
         startup.expect(startup.RANKS_MEET, timeout, startup.MEETING_LEAST)
-        self._messages, self._collectives, names, cores = _set_up()
+        self._messages, self._collectives, names, processes, cores = _set_up()
         startup.end()
         numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
         self.hosts = [numbers[name] for name in names]
@@ -100,6 +101,8 @@ class MpiTransport(Transport):
         pace = PollBackoff(self.hosts.count(self.host), cores)
         self._signals = Signals()
         self._failures = MpiFailures()
+        self._hanging = HangingRanks(self._failures, names, processes)
+        guard.before_ending(self._hanging.kill_with_stopped)
         self._requests = Requests(self._messages, self.traffic, self._failures, self._signals)
         self._handlers = Handlers(self._receive)
         self.poll_hooks: PollHooks | None = self._handlers
@@ -305,19 +308,19 @@ class MpiTransport(Transport):
         last, *others = surviving_ranks(self)
         if self.rank != last:
             if self.survives:
-                world.announce_exit(self._collectives, last)
+                world.announce_exit(self._collectives, last, self._hanging)
             world.take_leave(self._collectives, last, self.timeout)
             return
         world.give_leave(self._collectives, others)
         if self.survives:
-            hanging = {rank: self.host_names[rank] for rank in self.excluded}
-            world.leave_last(self._collectives, hanging, others, status)
+            world.leave_last(self._collectives, self._hanging, others, status)
 
 
-def _set_up() -> tuple[MPI.Intracomm, MPI.Intracomm, list[str], int]:
-    """Return communicators for messages and collectives, all ranks' hosts, and this host's cores.
+def _set_up() -> tuple[MPI.Intracomm, MPI.Intracomm, list[str], list[ProcessIdentity | None], int]:
+    """Return communicators for messages and collectives, and facts about all ranks.
 
-    Raises the errors of the transport's constructor.
+    These are the ranks' hosts and processes, and the number of cores of this rank's host. Raises
+    the errors of the transport's constructor.
     """
     cores, problem = 0, None
     try:
@@ -326,13 +329,14 @@ def _set_up() -> tuple[MPI.Intracomm, MPI.Intracomm, list[str], int]:
         problem = str(error)
     with world.as_failures():
         messages, collectives = MPI.COMM_WORLD.Dup(), MPI.COMM_WORLD.Dup()
-        reports = messages.allgather((MPI.Get_processor_name(), problem))
-    first_problem = next(((host, each) for host, each in reports if each is not None), None)
+        own = (MPI.Get_processor_name(), ProcessIdentity.own(), problem)
+        hosts, processes, problems = zip(*messages.allgather(own), strict=True)
+    first_problem = next(filter(None, problems), None)
     if first_problem is not None:
-        host, problem = first_problem
-        refused = UserError(f"host {host}: {problem}", agreed=True)
+        host = hosts[problems.index(first_problem)]
+        refused = UserError(f"host {host}: {first_problem}", agreed=True)
         raise refused if messages.rank == 0 else RefusedError
-    return messages, collectives, [host for host, _ in reports], cores
+    return messages, collectives, list(hosts), list(processes), cores
 
 
 def _summary(requests: Sequence[Request]) -> str:

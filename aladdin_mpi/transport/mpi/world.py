@@ -12,7 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -24,6 +24,7 @@ from mpi4py import MPI
 
 # isort: split
 from aladdin_mpi.errors import PeerFailedError
+from aladdin_mpi.process.identity import ProcessIdentity
 
 library.settle()
 
@@ -147,6 +148,64 @@ class MpiFailures:
         self.unreported.append(rank)
 
 
+class HangingRanks:
+    """Excluded ranks that MPI does not report as failed: they would keep the job from ending.
+
+    Open MPI's launcher waits for ever for two stopped processes after MPI_Abort with ULFM (5.0),
+    and can lose the job's status. So the other ranks of their host kill them.
+
+    Args:
+        failures: names the excluded ranks.
+        hosts: name of every rank's host.
+        processes: every rank's process, None where it is unknown.
+    """
+
+    def __init__(
+        self,
+        failures: MpiFailures,
+        hosts: Sequence[str],
+        processes: Sequence[ProcessIdentity | None],
+    ) -> None:
+        self._failures = failures
+        self._hosts = hosts
+        self._processes = processes
+
+    def ranks(self) -> list[int]:
+        """Return the ranks that still hang."""
+        return sorted(self._failures.excluded - failed_ranks())
+
+    def names(self, ranks: Sequence[int]) -> str:
+        """Return ranks with their hosts, in words."""
+        return ", ".join(f"rank {rank} (host {self._hosts[rank]})" for rank in ranks)
+
+    def kill_from_first(self) -> None:
+        """Kill those on this rank's host, if it is the first surviving rank there."""
+        own = MPI.COMM_WORLD.Get_rank()
+        before = set(range(own)) - self._failures.failed
+        if all(self._hosts[rank] != self._hosts[own] for rank in before):
+            self._kill(self.ranks())
+
+    def kill_with_stopped(self) -> None:
+        """Kill those on this rank's host, and others there whose process is stopped.
+
+        Those will not be excluded any more if the job, or this side of a cut network, ends.
+        """
+        stopped = [
+            r for r, process in enumerate(self._processes) if process and process.is_stopped()
+        ]
+        self._kill(sorted({*self.ranks(), *stopped}))
+
+    def _kill(self, ranks: Sequence[int]) -> None:
+        host = self._hosts[MPI.COMM_WORLD.Get_rank()]
+        here = [rank for rank in ranks if self._hosts[rank] == host]
+        if not here:
+            return
+        console.say(f"aladdin_mpi: {self.names(here)} is still hanging: killed")
+        for rank in here:
+            if (process := self._processes[rank]) is not None:
+                process.kill()
+
+
 # -- the end ---------------------------------------------------------------------------------------
 def take_leave(farewell: MPI.Intracomm, last: int, timeout: float | None) -> None:
     """Announce this rank's exit to the rank that exits last, and wait for its permission."""
@@ -154,10 +213,14 @@ def take_leave(farewell: MPI.Intracomm, last: int, timeout: float | None) -> Non
     _end_within(timeout, [farewell.Isend(empty, last), farewell.Irecv(empty, last)])
 
 
-def announce_exit(farewell: MPI.Intracomm, last: int) -> None:
-    """Announce the end of this process to the rank that exits last, as MPI may not report it."""
+def announce_exit(farewell: MPI.Intracomm, last: int, hanging: HangingRanks) -> None:
+    """Announce the end of this process to the rank that exits last, as MPI may not report it.
+
+    Before that, the host's first rank kills those that hang.
+    """
 
     def announce() -> None:
+        hanging.kill_from_first()
         _end_within(EXIT_SECONDS, [farewell.Isend(bytearray(0), last, EXIT_TAG)])
 
     guard.before_leaving(announce)
@@ -171,26 +234,28 @@ def give_leave(farewell: MPI.Intracomm, others: Sequence[int]) -> None:
 
 
 def leave_last(
-    farewell: MPI.Intracomm, hanging: dict[int, str], others: Sequence[int], status: int
+    farewell: MPI.Intracomm, hanging: HangingRanks, others: Sequence[int], status: int
 ) -> None:
     """Wait briefly at the end of this process until all others have exited.
 
-    Not earlier, as the script may continue on all ranks. The job is aborted if excluded ranks have
-    not exited, since they keep the launcher waiting.
+    Not earlier, as the script may continue on all ranks. Excluded ranks that hang are killed on
+    every host, as they would keep the launcher waiting. The job is aborted if some remain.
 
     Args:
         farewell: see :func:`announce_exit`.
-        hanging: excluded ranks, with their hosts.
+        hanging: the ranks that hang.
         others: ranks whose program may still be working after its training.
         status: the job's exit status.
     """
 
     def leave() -> None:
-        _wait_gone()
-        if hanging.keys() - failed_ranks():
+        if hanging.ranks():
             exits = [farewell.Irecv(bytearray(0), rank, EXIT_TAG) for rank in others]
             _end_within(LAST_WORK_SECONDS, exits)
-            _end_job(hanging, status)
+            hanging.kill_from_first()
+        _wait_gone()
+        if remaining := hanging.ranks():
+            _abort_with(hanging.names(remaining), status)
 
     guard.before_leaving(leave)
 
@@ -199,14 +264,12 @@ def leave_last(
 def _wait_gone() -> None:
     end = time.perf_counter() + LEAVE_SECONDS
     while len(failed_ranks()) < MPI.COMM_WORLD.size - 1 and time.perf_counter() < end:
+        with suppress(MPI.Exception):
+            MPI.COMM_WORLD.Iprobe()  # Open MPI learns of failures only while it makes progress
         time.sleep(POLL)
 
 
-def _end_job(hanging: dict[int, str], status: int) -> None:
-    remaining = sorted(hanging.keys() - failed_ranks())
-    if not remaining:
-        return
-    names = ", ".join(f"rank {rank} (host {hanging[rank]})" for rank in remaining)
+def _abort_with(names: str, status: int) -> None:
     console.say(f"aladdin_mpi: {names} is still hanging: ended with the job")
     sys.stdout.flush()
     sys.stderr.flush()
