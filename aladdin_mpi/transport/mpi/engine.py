@@ -102,7 +102,8 @@ class MpiTransport(Transport):
         self._signals = Signals()
         self._failures = MpiFailures()
         self._hanging = HangingRanks(self._failures, names, processes)
-        guard.before_ending(self._hanging.kill_with_stopped)
+        if self.survives:  # otherwise Open MPI ends stopped ranks
+            guard.before_ending(self._hanging.kill_with_stopped)
         self._requests = Requests(self._messages, self.traffic, self._failures, self._signals)
         self._handlers = Handlers(self._receive)
         self.poll_hooks: PollHooks | None = self._handlers
