@@ -24,6 +24,7 @@ from ipaddress import ip_network
 from pathlib import Path
 
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.process.identity import stat_fields
 
 STATE = Path("/run/aladdin-lab")
 NAMESPACES = Path("/run/netns")
@@ -247,8 +248,7 @@ def _owner_lives(folder: Path) -> bool:
 def _start_time(pid: int) -> str | None:
     """Return a process's start in clock ticks since boot; None if it has ended."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        fields = stat_fields(pid)
     except OSError:
         return None
-    fields = stat.rpartition(")")[2].split()  # the name before it may contain blanks
     return None if fields[0] in "ZX" else fields[19]

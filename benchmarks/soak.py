@@ -28,6 +28,7 @@ from statistics import median
 from typing import IO, Any
 
 from aladdin_mpi.errors import SUSPENDED_STATUS, UserError
+from aladdin_mpi.process.identity import stat_fields
 from benchmarks import harness
 from benchmarks.bounds import at_least, positive, whole
 from benchmarks.machine import machine
@@ -132,7 +133,7 @@ class Job:
 
 def _lives(pid: int) -> bool:
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        state = stat_fields(pid)[0]
     except OSError:
         return False
     return state not in "ZX"

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import IO
 
 import pytest
 
+from aladdin_mpi.process.identity import stat_fields
 from tests import warm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -167,25 +168,10 @@ class Job:
         Raises:
             JobError: no process of the job is that rank.
         """
-        processes = self._ranks()
+        processes = rank_processes(self._members())
         if rank not in processes:
             raise JobError(f"rank {rank} is not running\n{self.so_far()}")
         return processes[rank]
-
-    def _ranks(self) -> dict[int, int]:
-        """Return the process of each rank that runs."""
-        processes: dict[int, int] = {}
-        for pid in self._members():
-            try:
-                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            variables = dict(each.split(b"=", 1) for each in environment if b"=" in each)
-            rank = next((variables[v] for v in _RANK_VARIABLES if v in variables), None)
-            process_id = None if rank is None else warm.process_of(pid, environment)
-            if rank is not None and process_id is not None:
-                processes.setdefault(int(rank), process_id)  # the rank precedes its children
-        return processes
 
     def _print_stacks(self) -> None:
         """Abort all ranks, which print the stacks of their threads.
@@ -193,7 +179,7 @@ class Job:
         mpirun is stopped meanwhile, because it kills all ranks once the first has ended.
         """
         self.process.send_signal(signal.SIGSTOP)
-        for pid in self._ranks().values():
+        for pid in rank_processes(self._members()).values():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGABRT)
         time.sleep(1)
@@ -227,13 +213,26 @@ class Job:
         return [int(p.name) for p in Path("/proc").glob("[0-9]*") if _session(p) == session]
 
 
+def rank_processes(pids: Iterable[int]) -> dict[int, int]:
+    """Return the process of each rank that runs, among clients of warm processes and others."""
+    processes: dict[int, int] = {}
+    for pid in pids:
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        variables = dict(each.split(b"=", 1) for each in environment if b"=" in each)
+        rank = next((variables[name] for name in _RANK_VARIABLES if name in variables), None)
+        if rank is not None and (process := warm.process_of(pid, environment)) is not None:
+            processes.setdefault(int(rank), process)  # the rank precedes its children
+    return processes
+
+
 def _session(process: Path) -> int | None:
     try:
-        stat = (process / "stat").read_text()
+        return int(stat_fields(int(process.name))[3])
     except OSError:
         return None
-    # Fields: pid (name) state parent group session ...; the name may contain anything.
-    return int(stat.rpartition(")")[2].split()[3])
 
 
 def _content(file: IO[bytes]) -> str:
@@ -282,7 +281,7 @@ def _shared_memory() -> Iterator[dict[str, str]]:
     """Return the setting of a job by which its files in shared memory differ from all others'.
 
     Open MPI names them after a hash of the job of only 16 bits (5.0). Two jobs with the same hash
-    that run at once hang, which would be one test run in ten.
+    that run at once crash or hang.
     """
     if not SHARED_MEMORY.is_dir():
         yield {}

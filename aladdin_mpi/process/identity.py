@@ -1,4 +1,4 @@
-"""Processes that may have to be killed later, when another may have the same id."""
+"""Processes of this host, which may have to be killed later, when another has the same id."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ProcessIdentity:
     def own(cls) -> ProcessIdentity | None:
         """Return the identity of this process; None on systems without ``/proc``."""
         try:
-            return cls(_namespace(), os.getpid(), int(_statistics(os.getpid())[_START]))
+            return cls(_namespace(), os.getpid(), int(stat_fields(os.getpid())[_START]))
         except OSError:
             return None
 
@@ -39,9 +39,9 @@ class ProcessIdentity:
                 os.kill(self.pid, signal.SIGKILL)
 
     def _fields(self) -> list[str]:
-        """Return the process's statistics; none if it has ended or cannot be seen from here."""
+        """Return the process's fields; none if it has ended or cannot be seen from here."""
         try:
-            fields = _statistics(self.pid)
+            fields = stat_fields(self.pid)
             is_same = (self.namespace, self.start) == (_namespace(), int(fields[_START]))
         except OSError:
             return []
@@ -55,7 +55,12 @@ def _namespace() -> int:
     return os.stat("/proc/self/ns/pid").st_ino
 
 
-def _statistics(pid: int) -> list[str]:
-    """Return the fields of ``/proc/PID/stat`` from the state on."""
-    # They follow the id and the name, which may contain anything.
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+def stat_fields(pid: int) -> list[str]:
+    """Return the fields of ``/proc/PID/stat`` from the state on.
+
+    Raises:
+        OSError: the process has ended, or there is no ``/proc``.
+    """
+    # They follow the id and the name, which may contain any bytes.
+    text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    return text.rpartition(")")[2].split()

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.process.identity import stat_fields
 
 END_SECONDS = 10.0
 """Time for a job to end by itself after SIGTERM."""
@@ -76,8 +77,7 @@ def _members(session: int) -> list[int]:
     members = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            # Fields: pid (name) state parent group session ...; the name may contain anything.
-            fields = (process / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[3]) == session:
-                members.append(int(process.name))
+            pid = int(process.name)
+            if int(stat_fields(pid)[3]) == session:
+                members.append(pid)
     return members

@@ -17,6 +17,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from aladdin_mpi.process import guard
+from aladdin_mpi.process.identity import stat_fields
 
 ENDS = signal.SIGXCPU
 """Signal that ends a starting rank, which then exits with this number as its status: if a signal
@@ -109,8 +110,7 @@ def _job_of(launcher: int) -> str:
 def _computing_time(pid: int) -> str:
     """Return the CPU time of a process as text; constant if it is unknown."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return " ".join(file.read().rpartition(")")[2].split()[11:13])
+        return " ".join(stat_fields(pid)[11:13])
     except OSError:
         return ""
 

@@ -17,7 +17,8 @@ import pytest
 from benchmarks import netns
 from benchmarks.lab import Lab
 from tests import warm
-from tests.commands import EPOCH, end_of, metrics, words
+from tests.commands import EPOCH, end_of, metrics, running, words
+from tests.launch import rank_processes
 
 REASON = Lab.available()
 
@@ -45,17 +46,7 @@ class Run:
         )
 
     def pid(self, rank: int) -> int:
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                environment = (process / "environ").read_bytes().split(b"\0")
-                is_job = str(self.folder).encode() in (process / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if is_job and f"OMPI_COMM_WORLD_RANK={rank}".encode() in environment:
-                pid = warm.process_of(int(process.name), environment)
-                assert pid is not None
-                return pid
-        raise AssertionError(f"rank {rank} is not running\n{self.said()}")
+        return rank_processes(sorted(running(str(self.folder))))[rank]
 
     def said(self) -> str:
         return Path(self._log.name).read_text()
