@@ -205,8 +205,7 @@ class Requests:
         self._statuses: list[MPI.Status] = []
         self._held_back: dict[tuple[int, int], deque[tuple[MpiRequest, Event | None]]] = {}
         self._abandoned: list[MpiRequest] = []
-        self._has_met_failure = False
-        """Whether a request has met a failure, of a rank that may not be known yet."""
+        self._broken: list[MpiRequest] = []
 
     # -- start ----------------------------------------------------------------
     @property
@@ -284,11 +283,9 @@ class Requests:
         if not self._failures.survives:
             self._complete_some()
         else:
-            if self._failures.failed or self._has_met_failure:
-                self._complete_each()
-            else:
-                self._complete_any()
+            self._complete_any()
             self._look_for_failures()
+            self._check_named()
         self.is_idle = self._pending.is_idle
 
     def _complete_some(self) -> None:
@@ -306,39 +303,31 @@ class Requests:
     def _complete_any(self) -> None:
         """Complete finished requests with ULFM, where MPI does not name the request of an error.
 
-        They are therefore tested together, but only one may end in a test.
+        They are tested together, as every test makes progress, which may yield the core. Only one
+        ends in a test without an error.
         """
         pending, status = self._pending, MPI.Status()
         while firsts := pending.firsts():
-            handles = pending.handles()
             try:
-                index, has_ended = MPI.Request.Testany(handles, status)
+                index, has_ended = MPI.Request.Testany(pending.handles(), status)
             except MPI.Exception as error:
-                self._has_met_failure = True
-                self._meet_failure_of_any(firsts, error)
-                return
+                if not self._meet_failure_of_any(firsts, error):
+                    return
+                continue
             if not has_ended or index == MPI.UNDEFINED:
                 return
             self._complete(firsts[index], status)
             pending.drop_ended()
 
-    def _meet_failure_of_any(self, firsts: list[MpiRequest], error: MPI.Exception) -> None:
-        """Handle a failure that has ended one of the requests, or is left to a later poll."""
-        ended = [r for r in firsts if not r.done and r.handle == MPI.REQUEST_NULL]
+    def _meet_failure_of_any(self, firsts: list[MpiRequest], error: MPI.Exception) -> bool:
+        """Handle a failure; return whether it has ended requests, or is left to a later poll."""
+        ended = [r for r in firsts if not r.done and not r.broken and r.handle == MPI.REQUEST_NULL]
         for request in ended:
             self._meet_failure(request, error)
         if not ended and error.Get_error_class() not in world.FAILURES:
             raise error
         self._pending.drop_all_ended()
-
-    def _complete_each(self) -> None:
-        """Complete finished requests one by one, after a failure, which any of them may report."""
-        status, before = MPI.Status(), -1
-        while before != self.completions:
-            before = self.completions
-            for request in self._pending.firsts():
-                self._complete_if_done(request, status)
-            self._pending.drop_ended()
+        return bool(ended)
 
     def _complete_announced(self, request: MpiRequest, status: MPI.Status) -> None:
         """Complete a receive whose message had been announced, without waiting for a poll.
@@ -358,12 +347,7 @@ class Requests:
 
     def _has_ended(self, request: MpiRequest, status: MPI.Status) -> bool:
         """Return whether MPI has just ended a request; also handles an end by a failure."""
-        if request.done:
-            return False
-        if request.broken is not None:
-            error, since = request.broken
-            if time.perf_counter() - since > NAMED_WITHIN:
-                raise error
+        if request.done or request.broken:
             return False
         try:
             return bool(request.handle.Test(status))
@@ -454,6 +438,16 @@ class Requests:
         self._look_for_failures(at_once=True)  # ends every collective
         if not request.done:
             request.broken = error, time.perf_counter()  # a later query will end it
+            self._broken.append(request)
+
+    def _check_named(self) -> None:
+        """Raise the error of a request whose failure MPI has not explained in time."""
+        self._broken = [request for request in self._broken if not request.done]
+        for request in self._broken:
+            assert request.broken is not None
+            error, since = request.broken
+            if time.perf_counter() - since > NAMED_WITHIN:
+                raise error
 
     def end_what_needs(self, rank: int) -> None:
         """End all requests that need the failed ``rank``; collectives need every rank."""
