@@ -48,6 +48,7 @@ PASSES = (
     Pass("calibration", ("--repeats", "2"), needs_lab=True),
     Pass("sharing", needs_lab=True),
     Pass("ulfm"),
+    Pass("ulfm", ("--quick", "--failure")),
     Pass("regrouping"),
     Pass("takeover"),
     Pass(

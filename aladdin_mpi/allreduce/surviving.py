@@ -98,9 +98,11 @@ class SurvivingSums:
         if len(self._members) == transport.size:
             return choose.by_transport(self._name, transport, self._device, dtype)
         part = PartOfRanks(transport, self._members)
-        if dtype != torch.bfloat16:
-            return RingAllReduce(part, self._device, dtype, self._generation)
-        return DirectAllReduce(part, self._device, dtype, of_generation(self._generation))
+        direct = DirectAllReduce(part, self._device, dtype, of_generation(self._generation))
+        if dtype == torch.bfloat16:
+            return direct
+        ring = RingAllReduce(part, self._device, dtype, self._generation)
+        return ring if self._name == "ring" else choose.BySize(direct, ring)
 
     def describe(self) -> str:
         """Return a short description of the method."""
