@@ -353,6 +353,8 @@ class SampleClient:
     def take(self) -> SampleLease:
         """Wait for the first requested lease and return it."""
         receive = self._grants.popleft()
+        if self._transport.is_revoked():  # a worker that never waits would not notice it
+            self._transport.wait(receive)
         if not self._transport.test(receive):
             # A segment's first lease cannot have arrived, so it does not indicate a slow network.
             if self._computing:

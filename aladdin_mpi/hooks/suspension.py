@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import torch
 from torch import Tensor
 
@@ -33,7 +35,7 @@ class Suspension(RunHook):
         """Suspend the run at rank 0 on signals received so far, and from now on."""
         self._run = run
         if self._number:
-            run.suspend(self._number)
+            run.suspend(_name(self._number))
 
     def on_end(self, ending: RunEnd) -> None:
         """Ignore signals from now on."""
@@ -56,4 +58,8 @@ class Suspension(RunHook):
     def _suspend(self, number: int) -> None:
         self._number = self._number or number
         if self._run is not None:
-            self._run.suspend(number)
+            self._run.suspend(_name(number))
+
+
+def _name(number: int) -> str:
+    return signal.Signals(number).name

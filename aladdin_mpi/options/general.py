@@ -258,6 +258,13 @@ class GeneralOptions(BaseModel):
         details="the run ends instead if the algorithm needs every rank; 0: never",
     )
 
+    min_workers: PositiveInt = run_option(
+        1,
+        "number of workers without which the run is saved and ends",
+        "WORKERS",
+        details="when others have failed; status 75",
+    )
+
     # -- data
     dataset: str = data_option(
         "digits", "built-in data set, or package.module:function", common=True

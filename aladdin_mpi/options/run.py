@@ -133,11 +133,16 @@ class SimulateOptions(RunOptions):
 
 
 def check_workers(options: RunOptions, workers: int) -> None:
-    """Check the options that name single workers, once the number of workers is known.
+    """Check the options that depend on the number of workers.
 
     Raises:
-        UserError: an option names a worker that does not exist.
+        UserError: an option names a worker that does not exist, or requires more workers.
     """
+    if workers < options.min_workers:
+        raise UserError(
+            f"--min-workers: expected at most the number of workers, {workers}, got "
+            f"{options.min_workers}; start more workers, or lower it"
+        )
     for worker in options.slowdown:
         if worker >= workers:
             raise UserError(
@@ -235,6 +240,7 @@ RESUME_FIELDS = (LOCAL_FIELDS - {"run_dir", "overwrite"}) | {
     "corrupt_images",
     "evaluate_on",
     "log_every",
+    "min_workers",
     "model_format",
     "spares",
     "worker_timeout",

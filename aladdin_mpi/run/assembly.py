@@ -24,6 +24,7 @@ from aladdin_mpi.hooks.checkpoints import Checkpoints, CheckpointStore
 from aladdin_mpi.hooks.evaluation import Evaluations
 from aladdin_mpi.hooks.island_evaluation import IslandEvaluations
 from aladdin_mpi.hooks.measurement import Evaluate
+from aladdin_mpi.hooks.quorum import Quorum
 from aladdin_mpi.hooks.recorder import Metrics
 from aladdin_mpi.hooks.skip_reports import SkipReports
 from aladdin_mpi.hooks.standby import Standby
@@ -181,7 +182,7 @@ def _assemble_in(
             hooks += [standby, checkpoints, evaluations]
         else:
             hooks += [evaluations, standby, checkpoints]
-        hooks += [Suspension(transport), *others]
+        hooks += [Suspension(transport), Quorum(transport, options.min_workers), *others]
         coordinator = Coordinator(context, role, plan, lr, hooks) if first else None
         session = Session(context, plan, role, local, coordinator, hooks, task.origin)
         if takeover is not None:

@@ -101,7 +101,7 @@ class Ending:
         """Complete the run after its algorithm has ended on this rank.
 
         Raises:
-            SuspendedError: a signal has ended it.
+            SuspendedError: it was suspended, and saved.
             ClosedError: a rank has closed it.
         """
         self.is_concluding = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,11 +67,11 @@ class Rank:
         return self.worker.lr * self.optimizer.rate
 
     def suspend(self) -> None:
-        """Release everything after a signal has ended the run, which is saved."""
+        """Release everything after the run was suspended, and saved."""
         session = self.session
         session.end(RunEnd.SUSPENDED)
-        name = signal.Signals(session.suspended).name
-        self._print(f"stopped by {name}", f"resume with: --resume {shown(self.folder.path)}")
+        remedy = f"resume with: --resume {shown(self.folder.path)}"
+        self._print(f"stopped by {session.suspended}", remedy)
         self._release()
         self.context.transport.close(SUSPENDED_STATUS)
 

@@ -41,7 +41,7 @@ class SegmentEnd:
         doubt: returns a reason not to save such a state; empty without one.
         drawn: samples that the workers have drawn.
         is_last: the budget is used up.
-        suspended: the signal that ends the run before that; 0: none.
+        suspended: the reason why the run is saved and ends before that; empty: it does not.
         closed_by: the rank that has closed the run; None: not closed.
         moment: the earliest start of the next segment, in seconds of the engine's clock.
         lost: a failed rank, if the others can form a new group; None: none has failed.
@@ -52,7 +52,7 @@ class SegmentEnd:
     doubt: Callable[[Mapping[str, Any]], str]
     drawn: int
     is_last: bool
-    suspended: int
+    suspended: str
     closed_by: int | None
     moment: float
     lost: int | None
@@ -187,8 +187,8 @@ class Coordinator:
         self._sent: dict[int, int] = {}
         self._steps: dict[int, int] = {}
         self._rate: float | None = None
-        self.suspended = 0
-        """The signal that ends the run before its budget is used up."""
+        self.suspended = ""
+        """Why the run is saved and ends before its budget is used up; empty: it does not."""
 
     def begin(self) -> None:
         """Start or resume training; call after :meth:`load_state_dict`."""
@@ -200,6 +200,11 @@ class Coordinator:
         if self._has_begun:
             for hook in self._hooks:
                 hook.on_failure(self, rank)
+
+    @property
+    def surviving_workers(self) -> int:
+        """The number of workers that have not failed."""
+        return sum(rank >= self._first_worker for rank in surviving_ranks(self._transport))
 
     @property
     def seconds(self) -> float:
@@ -238,10 +243,10 @@ class Coordinator:
         for hook in self._hooks:
             hook.on_open(self)
 
-    def suspend(self, number: int) -> None:
-        """Stop granting samples, now and in later segments, because of this signal."""
+    def suspend(self, reason: str) -> None:
+        """Stop granting samples, now and in later segments, for this reason."""
         with self._transport.atomic():
-            self.suspended = self.suspended or number
+            self.suspended = self.suspended or reason
             self.budget.stop()
 
     def close(self) -> None:
@@ -286,7 +291,7 @@ class Coordinator:
             epoch=drawn / self.plan.epoch,
             seconds=self.seconds,
             workers=self._workers,
-            surviving=sum(rank >= self._first_worker for rank in surviving_ranks(self._transport)),
+            surviving=self.surviving_workers,
             figures={name: value for hook in self._hooks for name, value in hook.figures().items()},
             lr=self.lr,
             waiting=self.wait_fraction if self._waiting else None,
@@ -306,7 +311,7 @@ class Coordinator:
                 **self.state_dict(),
                 "seconds": self.seconds,
                 "is_open": self._opened is not None,
-                "suspended": int(self.suspended),
+                "suspended": self.suspended,
                 "budget": self.budget.in_flight(),
             }
 

@@ -32,6 +32,7 @@ class Failures:
         self._needed = context.needs_all
         self._moment = moment
         self._silence = context.options.worker_timeout
+        self._least = context.options.min_workers
         self._open: list[tuple[int, dict[str, Any]]] = []
         self._lost: set[int] = set()
         self._is_complete = False
@@ -97,6 +98,8 @@ class Failures:
             prospect = "the surviving ranks form a new group"
         elif self._budget.used_up:
             prospect = "all samples were already assigned, and the run completes without it"
+        elif workers < self._least:
+            prospect = f"fewer than --min-workers {self._least} remain, and the run is saved"
         else:
             prospect = f"training continues with {workers} worker{'s' * (workers > 1)}"
         console.say(f"aladdin_mpi: {what}; {'it is excluded, and ' * excluded}{prospect}")

@@ -100,7 +100,7 @@ class Session:
         began_at: samples drawn by all ranks when the current segment started.
         computed_before: samples computed by this worker by then.
         over: whether the budget is used up.
-        suspended: the signal that ended the run before that, on every rank; 0: none.
+        suspended: why the run was saved and ended before that, on every rank; empty: it was not.
         closed_by: the rank that has closed the run, on every rank; None: not closed.
     """
 
@@ -115,7 +115,7 @@ class Session:
     def __post_init__(self) -> None:
         self.began_at = self.computed_before = 0
         self.over = False
-        self.suspended = 0
+        self.suspended = ""
         self.closed_by: int | None = None
         self._transport = self.context.transport
         # Waiting during set-up does not count as waiting in training.
@@ -126,7 +126,7 @@ class Session:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether a signal or a rank has ended the run before its samples were used up."""
+        """Whether the run was suspended or closed before its samples were used up."""
         return bool(self.suspended) or self.closed_by is not None
 
     def run(self) -> None:
@@ -165,7 +165,7 @@ class Session:
         if coordinator is not None:
             budget = coordinator.budget
             budget.close()
-            suspended = 0 if budget.used_up else coordinator.suspended
+            suspended = "" if budget.used_up else coordinator.suspended
             moment = transport.now() + SETTLE_SECONDS
             can_regroup = transport.is_revoked(without=COORDINATOR)
             lost = min(transport.failed, default=None) if can_regroup else None

@@ -14,16 +14,6 @@ from aladdin_mpi.transport.mpi.engine import MpiTransport
 from aladdin_mpi.transport.mpi.requests import MpiRequest
 
 
-class EndedByFailure:
-    """MPI handle of an operation that is ended by a failure."""
-
-    def __init__(self, error: int) -> None:
-        self.error = error
-
-    def Test(self, status: MPI.Status) -> bool:
-        raise MPI.Exception(self.error)
-
-
 @pytest.fixture
 def failed_ranks(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Ranks that MPI reports as failed."""
@@ -36,7 +26,6 @@ def failed_ranks(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 def transport(failed_ranks: set[int]) -> Iterator[MpiTransport]:
     transport = MpiTransport(timeout=30, progress=False)
     transport._failures.survives = True
-    transport._requests._has_met_failure = True  # one by one: made-up handles are not MPI's
     yield transport
     # No rank has failed: the ranks leave as usual.
     transport._failures.survives, transport._failures.failed = False, frozenset()
@@ -45,8 +34,9 @@ def transport(failed_ranks: set[int]) -> Iterator[MpiTransport]:
 
 def broken_sum(transport: MpiTransport, error: int = MPI.ERR_PROC_FAILED) -> MpiRequest:
     request = MpiRequest("Iallreduce", None, receives=False)
-    request.handle = EndedByFailure(error)  # type: ignore[assignment]
-    transport._requests.begin(request)
+    transport._requests.begin(request)  # without a handle, as MPI has ended the operation
+    transport._requests.take_fresh()
+    transport._requests._meet_failure(request, MPI.Exception(error))
     return request
 
 
