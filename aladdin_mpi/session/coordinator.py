@@ -328,7 +328,7 @@ class Coordinator:
             "sent": self._sent,
             "steps": self._steps,
             "ledger": self.ledger.state_dict(),
-            "failures": self.failures.records,
+            "failures": [{**each} for each in self.failures.records],
             "rate": self._rate,
             "other_workers": self._other_workers,
         }
@@ -344,7 +344,8 @@ class Coordinator:
         self._seconds = state["seconds"]
         self._waiting, self._sent, self._steps = state["waiting"], state["sent"], state["steps"]
         self.ledger.load_state_dict(state["ledger"])
-        self.failures.records[:0] = state["failures"]
+        # Copies: the next group may have to continue from the same state.
+        self.failures.records[:0] = [{**each} for each in state["failures"]]
         self._rate = state.get("rate")
         self._other_workers = state.get("other_workers", 0.0)
         for hook in self._hooks:

@@ -181,9 +181,11 @@ class Session:
     def _start_together(self) -> None:
         """Start when all ranks are ready; in simulations at the same time as a resumed run."""
         transport = self._transport
-        if transport.simulation is None:
+        # A group that takes over keeps the state of the former one until all ranks have come here.
+        if transport.simulation is None or self.context.numbers:
             with self.uncounted():
                 barrier(transport)
+        if transport.simulation is None:
             return
         transport.sleep(until=self._moment + SETTLE_SECONDS + STAGGER_SECONDS * transport.rank)
         if transport.rank == 0:

@@ -220,3 +220,18 @@ def test_surviving_ranks_continue_after_any_rank_fails(
 ) -> None:
     plan = schedule(algorithm, seed)
     check(plan, play(plan, tmp_path / "run"))
+
+
+@pytest.mark.parametrize("length", range(100, 180, 10))
+def test_failure_during_setup_continues_from_the_same_state_again(
+    length: int, tmp_path: Path
+) -> None:
+    """Two servers fail, the second at any time of the set-up without the first.
+
+    The length of the folder's name, which ranks exchange, shifts that time.
+    """
+    plan = schedule("aladdin", 23)
+    assert list(plan.failures) == [1, 2] and plan.servers == 3
+    outcome = play(plan, tmp_path / f"{'x' * max(1, length - len(str(tmp_path)))}" / "run")
+    assert not outcome.reason
+    check(plan, outcome)
