@@ -10,6 +10,9 @@ SURVIVE=${SURVIVE:-auto}
 RESTARTS=${RESTARTS:-0}
 SPARE_NODES=${SPARE_NODES:-0}
 SPARES=${SPARES:-0}
+RECLAIM=${RECLAIM:-no}
+NODE_CHECK=${NODE_CHECK:-60} # seconds between two looks for nodes that have returned
+MISSING=() # nodes that the run could use, but that do not respond
 STARTED=0 # number of times the ranks have been started
 trap 'forward_signal USR1' USR1
 trap 'forward_signal USR2' USR2
@@ -58,7 +61,9 @@ complete_options() {
     OPTIONS=("$@")
     check_spares "$@"
     OPTIONS+=(--spares "$SPARES")
-    if ! RUN_DIR=$(option resume "$@") || [ "$RUN_DIR" = auto ]; then
+    if RUN_DIR=$(option join "$@"); then
+        : # the run is resumed, whether another job trains it or not
+    elif ! RUN_DIR=$(option resume "$@") || [ "$RUN_DIR" = auto ]; then
         if ! RUN_DIR=$(option run-dir "$@"); then
             RUN_DIR=runs/${SLURM_JOB_NAME:-aladdin}-$(job_name)
             OPTIONS+=(--run-dir "$RUN_DIR")
@@ -215,13 +220,18 @@ set_survival() {
 }
 
 await_step() {
-    local status=0
+    local status=0 watcher=
+    if [ "$RECLAIM" = yes ] && [ ${#MISSING[@]} -gt 0 ]; then
+        watch_nodes &
+        watcher=$!
+    fi
     if [ -n "$RECEIVED_SIGNAL" ]; then
         forward_signal "$RECEIVED_SIGNAL"
     fi
     # A signal interrupts `wait` before the step has ended.
     while status=0 && { wait "$STEP" || status=$?; } && kill -0 "$STEP" 2>/dev/null; do :; done
     STEP=
+    [ -z "$watcher" ] || kill "$watcher" 2>/dev/null || true
     rm -f "${PLACES_FILE:-}"
     return "$status"
 }
@@ -250,25 +260,56 @@ last_checkpoint() {
 # place_on_nodes: place the ranks of a run with OPTIONS on the job's nodes, except SPARE_NODES.
 # After a failure, use only nodes that still respond.
 place_on_nodes() {
-    local node responding=() all=()
+    local node wanted responding=() all=()
+    MISSING=()
     mapfile -t all < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     if [ "$SPARE_NODES" -ge ${#all[@]} ]; then
         fail "SPARE_NODES: expected fewer than the job's ${#all[@]} nodes, got '$SPARE_NODES'"
     fi
+    wanted=$((${#all[@]} - SPARE_NODES))
     for node in "${all[@]}"; do
         if [ "$STARTED" = 0 ] || responds "$node"; then
             responding+=("$node")
         else
+            MISSING+=("$node")
             echo "$ALADDIN_SCRIPT: node $node does not respond; the run continues without it" >&2
         fi
     done
     [ ${#responding[@]} -gt 0 ] || return 1
-    place_run "${responding[@]:0:$((${#all[@]} - SPARE_NODES))}"
+    if [ ${#responding[@]} -ge "$wanted" ]; then
+        MISSING=()
+    fi
+    place_run "${responding[@]:0:$wanted}"
 }
 
 responds() {
     timeout 30 srun --overlap --nodelist="$1" --nodes=1 --ntasks=1 --gpus=0 true \
         >/dev/null 2>&1 </dev/null
+}
+
+# watch_nodes: stop the run once all nodes in MISSING are free again. Slurm has taken a failed node
+# from the job for good, so the job has to be requeued.
+watch_nodes() {
+    local names
+    names=$(IFS=,; echo "${MISSING[*]}")
+    while sleep "$NODE_CHECK"; do
+        if [ "$(sinfo --noheader --nodes="$names" --format=%T | sort -u)" = idle ]; then
+            echo "$ALADDIN_SCRIPT: $names: free again; the run is saved, to continue on all nodes"
+            kill -s USR2 "$STEP"
+            return
+        fi
+    done
+}
+
+# taken_over: succeed if another job has taken over the run by --join, and waits until that job has
+# locked the run's folder.
+taken_over() {
+    local i
+    for ((i = 0; i < 300; i++)); do
+        [ -e "$RUN_DIR/.join" ] || break
+        sleep 1
+    done
+    [ -e "$RUN_DIR/.lock" ]
 }
 
 # may_restart STATUS CHECKPOINT: succeed if the run should be restarted: it failed, its options are
@@ -283,11 +324,18 @@ may_restart() {
 # to RESTARTS times if it fails. Returns the status of the training.
 train() {
     local status before ranks
+    if [ "$RESTARTS" -gt 0 ] && [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
+        set -- "$@" --allow-resize # it may have been restarted with fewer nodes before
+    fi
     while :; do
         status=0
         before=$(last_checkpoint)
         STARTED=$((STARTED + 1))
         start_ranks "$PYTHON" -m aladdin_mpi.train "$@" || status=$?
+        if [ $status = $ALADDIN_STOPPED ] && taken_over; then
+            echo "$ALADDIN_SCRIPT: another job continues the run in $RUN_DIR"
+            return 0
+        fi
         if [ $status = 0 ] && [ ! -e "$RUN_DIR/summary.json" ]; then
             # Open MPI's mpirun exits like this when it loses a host.
             echo "$ALADDIN_SCRIPT: the run ended without a summary.json. Submit it again with" \

@@ -535,6 +535,12 @@ class GeneralOptions(BaseModel):
         details="auto: --run-dir if it has a checkpoint, otherwise start the run",
         common=True,
     )
+    join: Path | None = output_option(
+        None,
+        "run folder of another job, which saves its run, and ends",
+        "FOLDER",
+        details="this job then resumes the run with all of its own ranks",
+    )
     allow_resize: bool = output_option(
         False,
         "allow --resume with another number of workers, --servers or --island",

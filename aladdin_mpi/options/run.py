@@ -185,6 +185,7 @@ LOCAL_FIELDS = frozenset(
         "data_dir",
         "device",
         "download",
+        "join",
         "loader_start_method",
         "loader_workers",
         "overwrite",
@@ -248,7 +249,7 @@ RESUME_FIELDS = (LOCAL_FIELDS - {"run_dir", "overwrite"}) | {
 """Options that may be passed with ``--resume``."""
 RESIZE_FIELDS = frozenset({"cluster", "island", "ranks_per_host", "servers", "slowdown", "workers"})
 """Further options that may be passed with ``--resume --allow-resize``."""
-NOT_KEPT = frozenset({"allow_resize", "overwrite", "run_dir"})
+NOT_KEPT = frozenset({"allow_resize", "join", "overwrite", "run_dir"})
 """Stored options that concern only the command that wrote them."""
 
 Options = TypeVar("Options", bound=RunOptions)
@@ -269,7 +270,7 @@ class RunRequest(Generic[Options]):
 
     def __init__(self, model: type[Options], given: Settings, follows: bool = True) -> None:
         self.model = model
-        self.given = given
+        self.given = given = _joining(given)
         resume = given.get(("resume",))
         if follows and resume is not None and resume.value not in (None, AUTO):
             self.settings = resumed_settings(model, given, Path(resume.value))
@@ -289,6 +290,21 @@ class RunRequest(Generic[Options]):
             UserError: a value is invalid.
         """
         return build(self.model, self.settings)
+
+
+def _joining(given: Settings) -> Settings:
+    """Return settings in which ``--join`` is also ``--resume --allow-resize``.
+
+    Raises:
+        UserError: they contain ``--resume`` too.
+    """
+    join, resume = given.get(("join",)), given.get(("resume",))
+    if join is None or join.value is None:
+        return given
+    if resume is not None and resume.value is not None:
+        raise UserError("--join cannot be combined with --resume. Leave one out.")
+    own: Settings = {("resume",): join, ("allow_resize",): Setting(True, join.origin)}
+    return {**given, **own}
 
 
 def read_request(
@@ -330,8 +346,9 @@ def resumed_settings(model: type[BaseModel], given: Settings, run_dir: Path) -> 
             f"Options allowed with --resume: {allowed}"
         )
     if not (run_dir / CONFIG_NAME).is_file():
+        flag = given[("resume",)].origin if ("resume",) in given else "--resume"
         raise UserError(
-            f"--resume: expected the folder of a run, got {str(run_dir)!r}, which has no "
+            f"{flag}: expected the folder of a run, got {str(run_dir)!r}, which has no "
             f"{CONFIG_NAME}; check the path"
         )
     stored = read_toml(model, run_dir / CONFIG_NAME, "--resume")

@@ -38,6 +38,7 @@ from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.process import console, guard
 from aladdin_mpi.process.files import shown
 from aladdin_mpi.run import run_folder
+from aladdin_mpi.run.handover import Handover
 from aladdin_mpi.run.handshake import check_agreement
 from aladdin_mpi.run.rank import Rank
 from aladdin_mpi.run.report import not_written
@@ -183,6 +184,8 @@ def _assemble_in(
         else:
             hooks += [evaluations, standby, checkpoints]
         hooks += [Suspension(transport), Quorum(transport, options.min_workers), *others]
+        if first and not transport.models_time:
+            hooks.append(Handover(folder.path))
         coordinator = Coordinator(context, role, plan, lr, hooks) if first else None
         session = Session(context, plan, role, local, coordinator, hooks, task.origin)
         if takeover is not None:

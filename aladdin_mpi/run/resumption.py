@@ -22,6 +22,7 @@ from aladdin_mpi.options.run import (
     resumed_settings,
 )
 from aladdin_mpi.process import console, files
+from aladdin_mpi.run import handover
 from aladdin_mpi.transport.base import Transport
 
 Options = TypeVar("Options", bound=RunOptions)
@@ -40,9 +41,21 @@ def agree_on_resume(transport: Transport, request: RunRequest[Options]) -> Optio
         UserError, RefusedError: the folder holds another run, or cannot be read.
     """
     first = transport.rank == 0
+    if request.options.join is not None:
+        all_or_none(transport, lambda: _join(transport, request.options) if first else None)
     mine = all_or_none(transport, lambda: decide(request) if first else None)
     decision: Decision = broadcast(transport, mine)
     return all_or_none(transport, lambda: follow(decision, request, quiet=not first))
+
+
+def _join(transport: Transport, options: RunOptions) -> None:
+    """Wait for a run that another job trains.
+
+    Raises:
+        UserError: see :func:`.handover.receive`.
+    """
+    assert options.join is not None
+    handover.receive(options.join, transport.size, options.timeout, options.quiet)
 
 
 def decide(request: RunRequest[Options]) -> Decision:
@@ -53,6 +66,8 @@ def decide(request: RunRequest[Options]) -> Decision:
     """
     requested = request.options
     folder = requested.run_dir
+    if requested.join is not None and (requested.join / SUMMARY).is_file():
+        return "complete"
     if requested.resume != AUTO or folder is None:
         return "as requested"
     if not (folder / CONFIG_NAME).is_file():
@@ -128,7 +143,9 @@ def follow(decision: Decision, request: RunRequest[Options], quiet: bool = False
     """
     requested = request.options
     folder = requested.run_dir
-    if (decision == "as requested") != (requested.resume != AUTO):
+    if requested.join is not None:
+        requested, folder = requested.model_copy(update={"join": None}), requested.join
+    elif (decision == "as requested") != (requested.resume != AUTO):
         raise UserError("--resume: differs from rank 0. Start every rank with the same options.")
     if decision == "as requested" or folder is None:
         return requested

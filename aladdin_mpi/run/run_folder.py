@@ -31,6 +31,8 @@ from aladdin_mpi.transport.base import Transport
 
 NAME = ".lock"
 """The file that a run locks while it writes."""
+REQUEST = ".join"
+"""The file in the folder of a run by which another job requests it; see :mod:`.handover`."""
 HELD = (errno.EACCES, errno.EAGAIN)
 """Error codes of a lock that another process holds; a file system without locks has others."""
 NAMING_SECONDS = 1.0
@@ -96,7 +98,19 @@ def take(folder: Path) -> RunLock:
     file.flush()
     lock = RunLock(file)
     guard.before_leaving(lock.release)  # a refused run leaves no lock file
+    with suppress(OSError):
+        (folder / REQUEST).unlink()  # now this job has the run
     return lock
+
+
+def is_in_use(folder: Path) -> bool:
+    """Return whether another process has locked the folder."""
+    try:
+        with open(folder.absolute() / NAME, "r+") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in HELD
+    return False
 
 
 def _still_named(file: IO[str]) -> bool:

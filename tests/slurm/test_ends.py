@@ -190,6 +190,42 @@ def test_restart_excludes_failed_node(cluster: SlurmCluster) -> None:
     assert rises(metrics(run_dir, "train"))
 
 
+@pytest.mark.long
+def test_run_continues_with_a_node_that_returns(cluster: SlurmCluster) -> None:
+    run_dir = cluster.shared / "returned"
+    words = [*TIMED, "--samples", 5 * SAMPLES, "--log-every", 320, "--checkpoint-every", "1s"]
+    env = {"RESTARTS": "1", "RECLAIM": "yes", "NODE_CHECK": "1"}
+    options = [*TWO_NODES, "--no-kill"]
+    job = submit(cluster, "train.sbatch", options, [*words, "--run-dir", run_dir], env)
+    wait_for_checkpoint(job, run_dir)
+    lost = cluster.hosts[-1]
+    cluster.kill_node(lost)
+    try:
+        job.until(lambda: "restart 1 of 1 " in job.output())
+    finally:
+        cluster.revive_node(lost)
+    assert job.wait() == "COMPLETED", job.output()
+    assert f"{lost}: free again" in job.output()
+    assert f"job {job.number}, start 2:" in job.output()
+    assert (summary(run_dir)["workers"], summary(run_dir)["samples"]) == (4, 5 * SAMPLES)
+    assert rises(metrics(run_dir, "train"))
+
+
+@pytest.mark.long
+def test_job_joins_the_run_of_another(cluster: SlurmCluster) -> None:
+    run_dir = cluster.shared / "joined"
+    words = [*LENGTH, "--samples", 5 * SAMPLES, "--run-dir", run_dir]
+    one_node = [*GPU_NODES, "--nodes=1"]
+    first = submit(cluster, "train.sbatch", one_node, words)
+    started(first, run_dir)
+    env = {"WORKERS_PER_NODE": "4"}
+    second = submit(cluster, "train.sbatch", one_node, ["--join", run_dir], env)
+    assert first.wait() == "COMPLETED", first.output()
+    assert "another job continues the run" in first.output()
+    assert second.wait() == "COMPLETED", second.output()
+    assert (summary(run_dir)["workers"], summary(run_dir)["samples"]) == (4, 5 * SAMPLES)
+
+
 def test_invalid_options_do_not_restart(cluster: SlurmCluster) -> None:
     env = {"RESTARTS": "3"}
     job = submit(cluster, "train.sbatch", TWO_NODES, ["--algorithm", "none-such"], env)
