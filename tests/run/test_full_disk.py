@@ -15,8 +15,20 @@ from torch import Tensor, nn
 from aladdin_mpi.hooks.recorder import Metrics, read_metrics
 from aladdin_mpi.run.data_parallel import DataParallel
 from tests import loop_lab
-from tests.commands import checkpoint, leftovers, metrics, refusal, rises, simulate, train
+from tests.commands import (
+    EPOCH,
+    checkpoint,
+    leftovers,
+    metrics,
+    refusal,
+    rises,
+    simulate,
+    summary,
+    train,
+    training,
+)
 from tests.messages import check_names
+from tests.run.jobs import checkpoints, samples_so_far, wait_until
 
 
 def _mount(folder: Path, size: int, *more: str) -> bool:
@@ -73,6 +85,30 @@ def test_training_continues_while_the_disk_is_full(
     assert rises(lines)
     assert lines[-1]["samples"] == 144
     assert {48, 60, 72} <= {line["samples"] for line in lines}  # while the disk was full
+    assert not leftovers(run_dir)
+
+
+def test_job_outlives_a_disk_that_is_full_for_a_while(disk: Path) -> None:
+    """Evaluations and checkpoints are due all the time; the next attempts succeed."""
+    run_dir, filler = disk / "run", disk / "filler"
+    plan = ["--epochs", 12, "--checkpoint-every", 320, "--eval-every", 0.5, "--log-every", 160]
+    with training(3, run_dir, *plan, "--slowdown", "0=3", "--device", "cpu") as job:
+        wait_until(job, lambda: checkpoints(run_dir))
+        _fill(filler)
+        wait_until(job, lambda: "cannot write it to" in job.so_far().stderr)
+        kept = checkpoints(run_dir)
+        assert len(kept) == 1
+        lines = samples_so_far(run_dir)
+        filler.unlink()
+        wait_until(job, lambda: checkpoints(run_dir) not in ([], kept))
+        wait_until(job, lambda: samples_so_far(run_dir) > lines)
+        completed = job.wait(120)
+    assert completed.returncode == 0, repr(completed)
+    assert "Traceback" not in completed.stderr, repr(completed)
+    check_names(completed.stderr, "No space left on device", kept[0].name, "Training continues")
+    assert summary(run_dir)["samples"] == 12 * EPOCH
+    assert rises(metrics(run_dir, "train"))
+    assert [line["samples"] for line in metrics(run_dir, "eval")][-1] == 12 * EPOCH
     assert not leftovers(run_dir)
 
 
