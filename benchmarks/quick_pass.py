@@ -80,7 +80,14 @@ PASSES = (
     Pass("torchft_diloco", needs_lab=True),
     Pass("allreduce", ("--megabytes", "0.04", "4", "--steps", "2", "--repeats", "1")),
     Pass("progress", ("--megabytes", "8", "--compute", "0.2", "--repeats", "1"), needs_lab=True),
-    Pass("soak", ("--minutes", "1", "--every", "15", "--worker-timeout", "5")),
+    Pass(
+        "soak",
+        (
+            *("--minutes", "1.5", "--every", "8", "--worker-timeout", "5"),
+            *("--checkpoint", "5", "--cut", "8", "--full", "8"),
+        ),
+        needs_lab=True,
+    ),
 )
 
 

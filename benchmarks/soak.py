@@ -1,12 +1,14 @@
-"""Run ALADDIN for hours while workers are killed and paused, and check for leaks and lost samples.
+"""Run ALADDIN for hours while everything happens to it, and check for leaks and lost samples.
 
-    python -m benchmarks.soak --minutes 120 --check
+    python -m benchmarks.soak --minutes 120 --check --save
 
-Four workers train over MPI with ULFM. At random times one is killed, or stopped by SIGSTOP, for a
-moment or for longer than `--worker-timeout`. When fewer than two remain, the job is ended,
-alternately by a signal, which makes it write a checkpoint, and by SIGKILL of all ranks. It then
-resumes from its last checkpoint with all workers. At the end the run is completed and its counters
-are compared.
+Workers train over MPI with ULFM in the network lab, in a run folder on a small disk. At random
+times a worker is killed, one or two are stopped by SIGSTOP, for a moment or for longer than
+`--worker-timeout`, a host's link is cut, or the disk is full. When fewer than two workers remain,
+the job ends in one of three ways in turn: by a signal, which makes it write a checkpoint, by
+SIGKILL of all ranks, or because another job with another number of workers takes the run over by
+`--join`. The next job resumes from the last checkpoint. At the end the run is completed and its
+counters are compared.
 """
 
 from __future__ import annotations
@@ -21,69 +23,88 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import IO, Any
 
 from aladdin_mpi.errors import SUSPENDED_STATUS, UserError
 from aladdin_mpi.process.identity import stat_fields
-from benchmarks import harness
+from benchmarks import harness, netns
 from benchmarks.bounds import at_least, positive, whole
+from benchmarks.lab import Lab
 from benchmarks.machine import machine
 
 SERVERS = 1
+HOSTS = 3
 BATCH = 32
+DISK_BYTES = 200_000_000
+"""Size of the disk with the run folder."""
 SUSPEND = signal.SIGUSR1
 PATIENCE = 180.0
-"""Time limit in seconds for the start or the end of a job."""
+"""Time limit in seconds for the start or the end of a job, and for its reactions."""
 SETTLED = 60.0
 """Seconds after a rank's start from which its memory counts as settled."""
-BAR_GROWTH = 10.0
-"""Largest growth of the resident memory of rank 0, which runs longest, in MB per hour."""
+LEAST = 12
+"""Smallest number of observations, after that, of a process whose memory is judged."""
+BAR_MEMORY = 1.05
+"""Largest resident memory of a process at its end, as a multiple of that when it had settled."""
 BAR_REQUESTS = 1.5
 """Largest number of requests at the end, as a multiple of that in a settled job."""
 
 NOTES = """\
-Growth: of resident memory, the slope of a line through all observations of one process after its
-first minute, the median over the jobs. Requests: MPI requests in flight, the ratio of the medians
-of the last and the first quarter of each job after its first minute, and the median over the jobs.
-Accounting: samples granted, samples in gradients that the server applied, samples lost with
-workers. Pauses shorter than --worker-timeout must not exclude a rank."""
+Resident memory and requests in flight: the ratio of the medians of the last and the first quarter
+of each process's observations after its first minute; the largest over the jobs, and for requests
+the median. Accounting: samples granted, samples in gradients that the server applied, samples lost
+with workers. Short pauses must not exclude a rank, and a checkpoint must follow a full disk."""
 
 
-@dataclass
-class Events:
-    """Counts of the disturbances and of the job's reactions."""
+@dataclass(frozen=True)
+class Trouble:
+    """A disturbance: ``cost`` is the number of workers that it costs, at most."""
 
-    killed: int = 0
-    paused: int = 0
-    excluded: int = 0
-    came_back: int = 0
-    suspended: int = 0
-    crashed: int = 0
-    unexpected: list[str] = field(default_factory=list)
+    name: str
+    cost: int
+    cause: Callable[[Job, list[int]], None]
 
 
 class Job:
-    """One mpirun, from a start or a resume to its end."""
+    """One mpirun, from a start, a resume or a takeover to its end.
 
-    def __init__(self, folder: Path, number: int, workers: int, options: Sequence[str]) -> None:
+    Rank r is on host r modulo their number; the server is rank 0.
+    """
+
+    def __init__(
+        self, lab: Lab, folder: Path, number: int, workers: int, options: Sequence[object]
+    ) -> None:
         self.observed = folder / f"observed-{number}"
         self.observed.mkdir()
-        self.workers = workers
+        self.workers = list(range(SERVERS, SERVERS + workers))
+        self._lab = lab
         self.log: IO[str] = (folder / f"job-{number}.log").open("w+")
-        program = ["-m", "benchmarks.programs.observed", str(self.observed), "5", "--", *options]
-        command = harness.mpirun_here(SERVERS + workers, program, ["--with-ft", "ulfm"])
+        program = ["-m", "benchmarks.programs.observed", str(self.observed), "5", "--"]
+        command = lab.mpirun_command(
+            SERVERS + workers,
+            [sys.executable, *program, *map(str, options)],
+            options=["--with-ft", "ulfm"],
+        )
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=self.log,
             stderr=subprocess.STDOUT,
-            env=harness.environment(),
             start_new_session=True,
         )
+
+    def host(self, rank: int) -> int:
+        """Return a rank's host."""
+        return rank % self._lab.hosts
+
+    def name(self, rank: int) -> str:
+        """Return a rank's name in messages."""
+        return f"rank {rank} (host {self._lab.host_name(self.host(rank))})"
 
     def pids(self) -> dict[int, int]:
         """Return the process of every running rank."""
@@ -99,17 +120,21 @@ class Job:
         """Return the job's output so far."""
         return Path(self.log.name).read_text()
 
-    def wait_for(self, text: str) -> None:
-        """Wait until the job has printed ``text``.
+    def wait_for(self, what: str, holds: Callable[[], bool]) -> None:
+        """Wait until ``holds()``.
 
         Raises:
-            UserError: the job has not printed it in time.
+            UserError: it does not hold in time, or the job has ended.
         """
         end = time.monotonic() + PATIENCE
-        while text not in self.said():
+        while not holds():
             if self.process.poll() is not None or time.monotonic() > end:
-                raise UserError(f"the job did not print {text!r}:\n{self.said()}")
+                raise UserError(f"the job did not reach this: {what}\n{self.said()}")
             time.sleep(0.2)
+
+    def wait_for_text(self, text: str) -> None:
+        """Wait until the job has printed ``text``."""
+        self.wait_for(text, lambda: text in self.said())
 
     def end(self) -> int:
         """Wait for the job's end and return its exit status.
@@ -122,12 +147,16 @@ class Job:
         except subprocess.TimeoutExpired:
             raise UserError(f"the job did not end:\n{self.said()}") from None
 
-    def close(self) -> None:
-        """Kill the remaining processes."""
+    def kill(self) -> None:
+        """Kill all of its processes."""
         for pid in [*self.pids().values(), self.process.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
+
+    def close(self) -> None:
+        """Kill the remaining processes."""
+        self.kill()
         self.log.close()
 
 
@@ -139,46 +168,75 @@ def _lives(pid: int) -> bool:
     return state not in "ZX"
 
 
+@contextlib.contextmanager
+def disk(folder: Path) -> Iterator[Path]:
+    """Mount a small disk on a folder within the block."""
+    folder.mkdir()
+    size = f"size={DISK_BYTES}"
+    netns.run_tool("mount", "-t", "tmpfs", "-o", size, "aladdin-soak", str(folder))
+    try:
+        yield folder
+    finally:
+        netns.run_tool("umount", "--lazy", str(folder))
+
+
 class Soak:
     """The jobs and their disturbances.
 
     Args:
-        folder: folder for the run and the observations.
+        lab: the hosts.
+        folder: folder for the observations.
+        disk: folder for the run.
     """
 
-    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+    def __init__(self, args: argparse.Namespace, lab: Lab, folder: Path, disk: Path) -> None:
         self._args = args
+        self._lab = lab
         self._folder = folder
+        self._disk = disk
+        self._run = disk / "run"
         self._chance = random.Random(args.seed)
         self._end = time.monotonic() + 60 * args.minutes
-        self.events = Events()
-        self.jobs: list[Path] = []
+        self.events: Counter[str] = Counter()
+        self.unexpected: list[str] = []
+        self.jobs: list[Job] = []
+        self._harmless = [
+            Trouble("a pause", 0, self._pause),
+            Trouble("a pause of two", 0, self._pause_two),
+            Trouble("a full disk", 0, self._fill_disk),
+        ]
+        self._harmful = [
+            Trouble("a kill", 1, self._kill),
+            Trouble("a long pause", 1, self._pause_for_long),
+            Trouble("a long pause of two", 2, self._pause_two_for_long),
+            Trouble("a cut link", 2, self._cut_link),
+        ]
+
+    @property
+    def _is_over(self) -> bool:
+        return time.monotonic() >= self._end
 
     def run(self) -> dict[str, Any]:
         """Run all jobs and return the summary of the run."""
-        for number in range(1000):
-            with self._job(number, self._options(number)) as job:
-                job.wait_for("ULFM")
-                self._trouble(job)
-                self._stop(job, by_signal=number % 2 == 0 or time.monotonic() >= self._end)
-            if time.monotonic() >= self._end:
-                break
-        drawn = self._drawn()
-        with self._job(number + 1, ["--resume", str(self._run), "--samples", str(drawn)]) as job:
+        job = self._start(self._args.workers, self._first_options())
+        try:
+            while not self._is_over:
+                self._disturb(job)
+                job = self._replace(job)
+            if self._suspend(job) != SUSPENDED_STATUS:
+                raise UserError(f"expected status {SUSPENDED_STATUS}:\n{job.said()}")
+            options = ["--resume", self._run, "--allow-resize", "--samples", self._drawn()]
+            job = self._start(self._args.workers, options, trains=False)
             if job.end() != 0:
                 raise UserError(f"the last job failed:\n{job.said()}")
+        finally:
+            for each in self.jobs:
+                each.close()
         summary: dict[str, Any] = json.loads((self._run / "summary.json").read_text())
         return summary
 
-    @property
-    def _run(self) -> Path:
-        return self._folder / "run"
-
-    def _options(self, number: int) -> list[str]:
-        if number:
-            return ["--resume", str(self._run)]
+    def _first_options(self) -> list[object]:
         args = self._args
-        slow = ",".join(f"{worker}={args.slowdown:g}" for worker in range(args.workers))
         values = {
             "--run-dir": self._run,
             "--algorithm": "aladdin",
@@ -189,82 +247,142 @@ class Soak:
             "--eval-every": 1,
             "--checkpoint-every": f"{args.checkpoint:g}s",
             "--worker-timeout": args.worker_timeout,
-            "--slowdown": slow,
+            "--slowdown": ",".join(f"{n}={args.slowdown:g}" for n in range(args.workers)),
         }
-        return [str(word) for pair in values.items() for word in pair] + args.extra
+        return [word for pair in values.items() for word in pair] + args.extra
 
-    @contextlib.contextmanager
-    def _job(self, number: int, options: Sequence[str]) -> Iterator[Job]:
-        job = Job(self._folder, number, self._args.workers, options)
-        self.jobs.append(job.observed)
-        try:
-            yield job
-        finally:
-            job.close()
+    def _start(self, workers: int, options: Sequence[object], trains: bool = True) -> Job:
+        job = Job(self._lab, self._folder, len(self.jobs), workers, options)
+        self.jobs.append(job)
+        if trains:
+            job.wait_for_text("ULFM")
+        return job
 
-    def _trouble(self, job: Job) -> None:
-        """Kill and pause workers until fewer than two remain, or the time is over."""
-        left = list(range(SERVERS, SERVERS + self._args.workers))
-        kills = [self._kill, self._pause_for_long]
-        while len(left) >= 2 and time.monotonic() < self._end:
-            for trouble in (self._pause, self._chance.choice(kills)):
-                self._sleep(self._args.every * self._chance.uniform(0.7, 1.3))
+    def _replace(self, job: Job) -> Job:
+        """End a job in one of three ways, and start the next one."""
+        resume: list[object] = ["--resume", self._run, "--allow-resize"]
+        way = len(self.jobs) % 3
+        if way == 0:
+            self.events["joined by another job"] += 1
+            workers = self._args.workers + self._chance.choice([-1, 1])
+            following = self._start(workers, ["--join", self._run, *self._slowed(workers)])
+            if (status := job.end()) != SUSPENDED_STATUS:
+                raise UserError(f"expected {SUSPENDED_STATUS}, got {status}:\n{job.said()}")
+            return following
+        if way == 1:
+            self.events["ended by a signal"] += 1
+            if (status := self._suspend(job)) != SUSPENDED_STATUS:
+                raise UserError(f"expected {SUSPENDED_STATUS}, got {status}:\n{job.said()}")
+        else:
+            self.events["ended by SIGKILL"] += 1
+            job.kill()
+        workers = self._args.workers
+        return self._start(workers, [*resume, *self._slowed(workers)])
+
+    def _slowed(self, workers: int) -> list[str]:
+        return ["--slowdown", ",".join(f"{n}={self._args.slowdown:g}" for n in range(workers))]
+
+    def _suspend(self, job: Job) -> int:
+        os.kill(job.pids()[0], SUSPEND)
+        return job.end()
+
+    # -- disturbances -----------------------------------------------------------------
+    def _disturb(self, job: Job) -> None:
+        """Disturb a job until fewer than two workers remain, or the time is over."""
+        left = list(job.workers)
+        while len(left) >= 2 and not self._is_over:
+            possible = [each for each in self._harmful if each.cost < len(left)]
+            for trouble in (self._chance.choice(self._harmless), self._chance.choice(possible)):
+                pause = self._args.every * self._chance.uniform(0.7, 1.3)
+                time.sleep(max(0.0, min(pause, self._end - time.monotonic())))
+                if self._is_over:
+                    return
+                self.events[trouble.name] += 1
+                trouble.cause(job, left)
                 if job.process.poll() is not None:
-                    raise UserError(f"the job ended unexpectedly:\n{job.said()}")
-                if time.monotonic() < self._end:
-                    trouble(job, left)
-
-    def _sleep(self, seconds: float) -> None:
-        time.sleep(max(0.0, min(seconds, self._end - time.monotonic())))
+                    raise UserError(f"the job ended after {trouble.name}:\n{job.said()}")
 
     def _kill(self, job: Job, left: list[int]) -> None:
         rank = self._chance.choice(left)
         os.kill(job.pids()[rank], signal.SIGKILL)
-        self.events.killed += 1
         left.remove(rank)
-        job.wait_for(f"rank {rank} (host {os.uname().nodename}) has failed")
+        job.wait_for_text(f"{job.name(rank)} has failed")
 
-    def _pause(self, job: Job, left: list[int]) -> None:
-        rank = self._chance.choice(left)
-        words = f"rank {rank} (host {os.uname().nodename}) has not been heard of"
-        with self._stopped(job, rank):
+    def _pause(self, job: Job, left: list[int], ranks: int = 1) -> None:
+        paused = self._chance.sample(left, min(ranks, len(left)))
+        with self._stopped(job, paused):
             time.sleep(self._chance.uniform(0.2, 0.5) * self._args.worker_timeout)
-        self.events.paused += 1
         time.sleep(2.0)
-        if words in job.said():
-            left.remove(rank)
-            self.events.unexpected.append(f"rank {rank} was excluded after a short pause")
+        for rank in paused:
+            if f"{job.name(rank)} has sent no heartbeat" in job.said():
+                left.remove(rank)
+                self.unexpected.append(f"rank {rank} was excluded after a short pause")
 
-    def _pause_for_long(self, job: Job, left: list[int]) -> None:
-        rank = self._chance.choice(left)
-        left.remove(rank)
-        with self._stopped(job, rank):
-            job.wait_for(f"rank {rank} (host {os.uname().nodename}) has not been heard of")
-            self.events.excluded += 1
+    def _pause_two(self, job: Job, left: list[int]) -> None:
+        self._pause(job, left, 2)
+
+    def _pause_for_long(self, job: Job, left: list[int], ranks: int = 1) -> None:
+        paused = self._chance.sample(left, ranks)
+        with self._stopped(job, paused):
+            self._await_exclusion(job, left, paused)
             time.sleep(self._chance.uniform(0.0, 2.0) * self._args.worker_timeout)
-        job.wait_for(f"rank {rank} (host {os.uname().nodename}) was left out")
-        self.events.came_back += 1
+        self._await_exit(job, paused)
+
+    def _pause_two_for_long(self, job: Job, left: list[int]) -> None:
+        self._pause_for_long(job, left, 2)
+
+    def _cut_link(self, job: Job, left: list[int]) -> None:
+        """Cut the link of a host without the server."""
+        host = job.host(self._chance.choice([rank for rank in left if job.host(rank) != 0] or left))
+        cut = [rank for rank in left if job.host(rank) == host]
+        if host == 0 or len(cut) == len(left):
+            return self._kill(job, left)
+        port = ["ip", "-n", f"{self._lab.name}-switch", "link", "set", f"h{host}"]
+        start = time.monotonic()
+        netns.run_tool(*port, "down")
+        try:
+            self._await_exclusion(job, left, cut)
+            time.sleep(max(0.0, self._args.cut - (time.monotonic() - start)))
+        finally:
+            netns.run_tool(*port, "up")
+        self._await_exit(job, cut)
+
+    def _await_exclusion(self, job: Job, left: list[int], ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            left.remove(rank)
+            job.wait_for_text(f"{job.name(rank)} has sent no heartbeat")
+
+    def _await_exit(self, job: Job, ranks: Sequence[int]) -> None:
+        """Wait until excluded ranks have found out, and exited."""
+        job.wait_for(f"the exit of {ranks}", lambda: job.pids().keys().isdisjoint(ranks))
+
+    def _fill_disk(self, job: Job, left: list[int]) -> None:
+        """Fill the disk; after it, the next checkpoint must succeed."""
+        filler = self._disk / "filler"
+        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+            while file.write(bytes(1 << 16)):
+                pass
+        time.sleep(self._args.full)
+        kept = self._checkpoints()
+        if not kept:
+            self.unexpected.append("no checkpoint remained while the disk was full")
+        filler.unlink()
+        job.wait_for("a checkpoint", lambda: bool(self._checkpoints() - kept))
+
+    def _checkpoints(self) -> set[str]:
+        return {path.name for path in (self._run / "checkpoint").glob("samples-*")}
 
     @contextlib.contextmanager
-    def _stopped(self, job: Job, rank: int) -> Iterator[None]:
-        pid = job.pids()[rank]
-        os.kill(pid, signal.SIGSTOP)
+    def _stopped(self, job: Job, ranks: Sequence[int]) -> Iterator[None]:
+        pids = [job.pids()[rank] for rank in ranks]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
         try:
             yield
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-
-    def _stop(self, job: Job, by_signal: bool) -> None:
-        if by_signal:
-            os.kill(job.pids()[0], SUSPEND)
-            status = job.end()
-            if status != SUSPENDED_STATUS:
-                raise UserError(f"expected status {SUSPENDED_STATUS}, got {status}:\n{job.said()}")
-            self.events.suspended += 1
-        else:
-            os.kill(job.process.pid, signal.SIGKILL)
-            self.events.crashed += 1
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
 
     def _drawn(self) -> int:
         lines = (self._run / "metrics.jsonl").read_text().splitlines()
@@ -280,24 +398,16 @@ def observations(job: Path, rank: int) -> list[dict[str, float]]:
     return [line for line in lines if line["time"] - lines[0]["time"] > SETTLED]
 
 
-def slope(lines: Sequence[Mapping[str, float]], name: str) -> float:
-    """Return the slope of a line through the observations, per hour."""
-    times = [line["time"] / 3600 for line in lines]
-    values = [line[name] for line in lines]
-    middle, mean = sum(times) / len(times), sum(values) / len(values)
-    above = sum((t - middle) * (v - mean) for t, v in zip(times, values, strict=True))
-    return above / sum((t - middle) ** 2 for t in times)
+def ratio(lines: Sequence[Mapping[str, float]], name: str) -> float:
+    """Return the median of the last quarter of the observations by that of the first."""
+    quarter = len(lines) // 4
+    first, last = (median(line[name] for line in p) for p in (lines[:quarter], lines[-quarter:]))
+    return last / first if first else 1.0
 
 
 def growth(jobs: Sequence[Path], rank: int) -> dict[str, Any]:
     """Return a row of the table: the resources of one rank's processes."""
-    long = [lines for job in jobs if len(lines := observations(job, rank)) >= 8]
-    ratios = []
-    for lines in long:
-        quarter = len(lines) // 4
-        first, last = lines[:quarter], lines[-quarter:]
-        held = [median(line["requests"] for line in part) for part in (first, last)]
-        ratios.append(held[1] / held[0] if held[0] else 1.0)
+    long = [lines for job in jobs if len(lines := observations(job, rank)) >= LEAST]
     if not long:
         return {"rank": rank, "processes": 0}
     return {
@@ -305,11 +415,11 @@ def growth(jobs: Sequence[Path], rank: int) -> dict[str, Any]:
         "processes": len(long),
         "longest, min": max(lines[-1]["time"] - lines[0]["time"] for lines in long) / 60,
         "resident, MB": median(lines[-1]["resident"] for lines in long) / 1e6,
-        "growth, MB/h": median(slope(lines, "resident") for lines in long) / 1e6,
+        "resident, end / start": max(ratio(lines, "resident") for lines in long),
         "requests": median(lines[-1]["requests"] for lines in long),
-        "requests, end / start": median(ratios),
+        "requests, end / start": median(ratio(lines, "requests") for lines in long),
         "abandoned": max(lines[-1]["abandoned"] for lines in long),
-        "descriptors, growth/h": median(slope(lines, "descriptors") for lines in long),
+        "descriptors, end / start": max(ratio(lines, "descriptors") for lines in long),
         "threads": max(line["threads"] for lines in long for line in lines),
     }
 
@@ -317,24 +427,28 @@ def growth(jobs: Sequence[Path], rank: int) -> dict[str, Any]:
 def books(summary: Mapping[str, Any]) -> tuple[str, list[str]]:
     """Return a description of the run's counters, and of any that do not agree."""
     computed, applied = summary["gradients_computed"], summary["gradients_applied"]
+    gone = sum(summary.get(f"gradients_{name}", 0) for name in ("dropped", "lost", "refused"))
     samples, lost = summary["samples"], summary["samples_lost"]
     text = (
         f"Accounting: {samples} samples granted, {lost} lost with workers; {computed} gradients "
-        f"computed, {applied} applied, {summary['gradients_refused']} refused."
+        f"computed, {applied} applied, {gone} dropped, lost or refused."
     )
-    wrong = [] if computed == applied else [f"{computed} gradients computed, {applied} applied"]
+    wrong = []
+    if computed != applied + gone:
+        wrong.append(f"{computed} gradients computed, {applied} applied, {gone} gone")
     # The last gradients before a checkpoint are of smaller batches, so there may be more.
     if computed * BATCH < samples - lost:
         wrong.append(f"{computed} gradients of up to {BATCH} cannot hold {samples - lost} samples")
     return text, wrong
 
 
-def missed(rows: Sequence[Mapping[str, Any]], events: Events, wrong: list[str]) -> list[str]:
+def missed(rows: Sequence[Mapping[str, Any]], wrong: list[str]) -> list[str]:
     """Return a description of each bar that was missed."""
-    found = [*wrong, *events.unexpected]
+    found = list(wrong)
     for row in rows:
-        if row.get("growth, MB/h", 0.0) > BAR_GROWTH and row["rank"] == 0:
-            found.append(f"rank {row['rank']} grows by {row['growth, MB/h']:.1f} MB in an hour")
+        grown = row.get("resident, end / start", 1.0)
+        if grown > BAR_MEMORY:
+            found.append(f"rank {row['rank']} grows to {grown:.2f} times its memory")
         if row.get("requests, end / start", 0.0) > BAR_REQUESTS:
             found.append(f"the requests of rank {row['rank']} grow")
     return found
@@ -343,15 +457,15 @@ def missed(rows: Sequence[Mapping[str, Any]], events: Events, wrong: list[str]) 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = harness.make_parser(
-        "soak", "Run ALADDIN for hours while workers are killed and paused."
-    )
+    parser = harness.make_parser("soak", "Run ALADDIN for hours while everything happens to it.")
     add = parser.add_argument
     add("--minutes", type=positive, default=120.0, help="length in minutes")
-    add("--workers", type=whole(), default=4, help="number of workers")
-    add("--every", type=positive, default=120.0, help="mean seconds between two disturbances")
-    add("--checkpoint", type=positive, default=60.0, help="seconds between checkpoints")
+    add("--workers", type=whole(3), default=4, help="number of workers")
+    add("--every", type=positive, default=60.0, help="mean seconds between two disturbances")
+    add("--checkpoint", type=positive, default=30.0, help="seconds between checkpoints")
     add("--worker-timeout", type=positive, default=15.0, help="--worker-timeout of the run in s")
+    add("--cut", type=positive, default=20.0, help="shortest cut of a host's link in s")
+    add("--full", type=positive, default=30.0, help="time with a full disk in s")
     add("--model", default="digits", help="model to train")
     add(
         "--slowdown",
@@ -363,22 +477,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("extra", nargs="*", help="after '--': further options for aladdin_mpi.train")
     args = parser.parse_args(argv)
     facts = machine()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # end the job as well
-    with tempfile.TemporaryDirectory(prefix="soak-", ignore_cleanup_errors=True) as folder:
-        soak = Soak(args, Path(folder))
+    with (
+        tempfile.TemporaryDirectory(prefix="soak-", ignore_cleanup_errors=True) as folder,
+        disk(Path(folder) / "disk") as run_disk,
+        Lab(HOSTS) as lab,
+    ):
+        soak = Soak(args, lab, Path(folder), run_disk)
         summary = soak.run()
-        rows = [growth(soak.jobs, rank) for rank in range(SERVERS + args.workers)]
+        jobs = [job.observed for job in soak.jobs]
+        rows = [growth(jobs, rank) for rank in range(SERVERS + args.workers + 1)]
     text, wrong = books(summary)
-    events = soak.events
-    happened = (
-        f"{events.killed} workers killed, {events.paused} paused for a moment, {events.excluded} "
-        f"for long and excluded, of which {events.came_back} came back and left; "
-        f"{len(soak.jobs)} jobs, {events.suspended} ended by a signal, {events.crashed} by "
-        f"SIGKILL; test accuracy {summary['test_accuracy']:.3f}."
-    )
-    title = f"{args.minutes:g} minutes of ALADDIN with {args.workers} failing workers"
+    happened = ", ".join(f"{name}: {count}" for name, count in sorted(soak.events.items()))
+    happened = f"{happened}; {len(jobs)} jobs, test accuracy {summary['test_accuracy']:.3f}."
+    title = f"{args.minutes:g} minutes of ALADDIN with {args.workers} disturbed workers"
     notes = "\n\n".join([NOTES, text, happened])
-    found = harness.Findings(title, rows, notes, missed(rows, events, wrong))
+    found = harness.Findings(title, rows, notes, missed(rows, [*wrong, *soak.unexpected]))
     return harness.publish("soak", argv, args, facts, found)
 
 
