@@ -122,8 +122,9 @@ class Metrics:
             self._closed = True
             if self._is_behind:
                 self._write_all()
-            if self._board is not None:
-                self._board.close()
+            with self._outliving_full_disk():
+                if self._board is not None:
+                    self._board.close()
 
 
 def _open_board(folder: Path, samples: int) -> Any:

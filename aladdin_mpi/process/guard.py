@@ -157,8 +157,10 @@ def _is_interactive() -> bool:
 
 
 def _end_in_thread(args: threading.ExceptHookArgs) -> None:
+    # The next caller of TensorBoard's writer gets the error of its thread.
+    is_raised_again = type(args.thread).__module__.startswith("tensorboard.")
     # sys.exit() in a user's thread ends only that thread, as in any program; see also no_exit.
-    if not isinstance(args.exc_value, SystemExit):
+    if not (is_raised_again or isinstance(args.exc_value, SystemExit)):
         end_job(args.exc_value or SystemExit(1))
 
 

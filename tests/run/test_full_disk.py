@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from torch import Tensor, nn
 
 from aladdin_mpi.hooks.recorder import Metrics, read_metrics
+from aladdin_mpi.process import guard
 from aladdin_mpi.run.data_parallel import DataParallel
 from tests import loop_lab
 from tests.commands import (
@@ -131,6 +133,31 @@ def test_metrics_are_completed_when_space_is_free(
     recorder.close()
     assert [line["samples"] for line in metrics(disk)[:40]] == list(range(40))
     assert not leftovers(disk)
+
+
+@pytest.mark.parametrize("continues", [True, False])
+def test_error_of_tensorboard_is_that_of_the_next_line(
+    disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, continues: bool
+) -> None:
+    ended: list[BaseException] = []
+    monkeypatch.setattr(threading, "excepthook", guard._end_in_thread)
+    monkeypatch.setattr(guard, "end_job", ended.append)
+    assert _mount(disk, 2_000_000, "remount")
+    recorder = Metrics(disk)
+    recorder.open(0)
+    _fill(disk / "filler")
+    board = recorder._board
+    with suppress(OSError):  # whichever thread is first
+        for value in range(10_000):
+            board.add_scalar("a figure", value, value)
+        board.flush()
+    (disk / "filler").unlink()
+    if continues:
+        recorder.append("train", {"samples": 40, "a": 1.0})
+    recorder.close()
+    assert not ended
+    assert capsys.readouterr().err.count("No space left on device") == 1
+    assert len(read_metrics(disk)) == int(continues)
 
 
 def test_full_disk_ends_the_run_and_keeps_the_last_checkpoint(disk: Path) -> None:
