@@ -225,8 +225,9 @@ class Soak:
                 job = self._replace(job)
             if self._suspend(job) != SUSPENDED_STATUS:
                 raise UserError(f"expected status {SUSPENDED_STATUS}:\n{job.said()}")
+            workers = self._args.workers
             options = ["--resume", self._run, "--allow-resize", "--samples", self._drawn()]
-            job = self._start(self._args.workers, options, trains=False)
+            job = self._start(workers, [*options, *self._slowed(workers)], trains=False)
             if job.end() != 0:
                 raise UserError(f"the last job failed:\n{job.said()}")
         finally:
