@@ -23,7 +23,7 @@ class Quorum(RunHook):
             self._check(run)
 
     def _check(self, run: Coordinator) -> None:
-        workers = run.surviving_workers
+        workers = run.failures.surviving_workers
         if workers < self._least:
             run.suspend(
                 f"the failure of workers ({workers} {'remain' if workers > 1 else 'remains'}, "

@@ -539,7 +539,7 @@ class GeneralOptions(BaseModel):
         None,
         "run folder of another job, which saves its run, and ends",
         "FOLDER",
-        details="this job then resumes the run with all of its own ranks",
+        details="this job then resumes the run, with the ranks that it has",
     )
     allow_resize: bool = output_option(
         False,

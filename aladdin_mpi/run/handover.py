@@ -21,7 +21,7 @@ from aladdin_mpi.run import run_folder
 from aladdin_mpi.session.coordinator import Coordinator, RunHook
 
 LOOK_SECONDS = 2.0
-"""Seconds between two looks for that file, which may be on a busy file server."""
+"""Seconds between two looks for a request, a file that may be on a busy server."""
 WAIT_SECONDS = 0.2
 
 

@@ -15,7 +15,6 @@ from aladdin_mpi.flat.state import MergedState
 from aladdin_mpi.session.context import Context
 from aladdin_mpi.session.failures import Failures
 from aladdin_mpi.session.plan import Origin, Plan
-from aladdin_mpi.transport.base import surviving_ranks
 from aladdin_mpi.worker.role import COMPUTED, Role
 
 SHOWN = ("wire_bits", "pi")
@@ -202,11 +201,6 @@ class Coordinator:
                 hook.on_failure(self, rank)
 
     @property
-    def surviving_workers(self) -> int:
-        """The number of workers that have not failed."""
-        return sum(rank >= self._first_worker for rank in surviving_ranks(self._transport))
-
-    @property
     def seconds(self) -> float:
         """Training time, without evaluations, checkpoints and set-up."""
         if self._opened is None:
@@ -291,7 +285,7 @@ class Coordinator:
             epoch=drawn / self.plan.epoch,
             seconds=self.seconds,
             workers=self._workers,
-            surviving=self.surviving_workers,
+            surviving=self.failures.surviving_workers,
             figures={name: value for hook in self._hooks for name, value in hook.figures().items()},
             lr=self.lr,
             waiting=self.wait_fraction if self._waiting else None,

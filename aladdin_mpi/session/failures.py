@@ -92,7 +92,7 @@ class Failures:
         excluded = rank in self._transport.excluded
         event = self._event(rank) if excluded else "has failed"
         what = f"rank {number} (host {host}) {event} at sample {moment['samples']}"
-        workers = sum(each >= self._first_worker for each in surviving_ranks(self._transport))
+        workers = self.surviving_workers
         self._check_can_continue(rank, what, workers)
         if self._transport.is_revoked(without=rank):
             prospect = "the surviving ranks form a new group"
@@ -142,6 +142,11 @@ class Failures:
             steps = min(whole, default=self._budget.computed(rank))
             record["samples_lost"] = self._budget.lost(rank, steps)
         self._open.clear()
+
+    @property
+    def surviving_workers(self) -> int:
+        """The number of workers that have not failed."""
+        return sum(rank >= self._first_worker for rank in surviving_ranks(self._transport))
 
     @property
     def samples(self) -> int:

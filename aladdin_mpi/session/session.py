@@ -181,7 +181,7 @@ class Session:
     def _start_together(self) -> None:
         """Start when all ranks are ready; in simulations at the same time as a resumed run."""
         transport = self._transport
-        # A group that takes over keeps the state of the former one until all ranks have come here.
+        # A group that takes over keeps the state of the former one until all are ready.
         if transport.simulation is None or self.context.numbers:
             with self.uncounted():
                 barrier(transport)
