@@ -223,8 +223,7 @@ class Soak:
             while not self._is_over:
                 self._disturb(job)
                 job = self._replace(job)
-            if self._suspend(job) != SUSPENDED_STATUS:
-                raise UserError(f"expected status {SUSPENDED_STATUS}:\n{job.said()}")
+            self._suspend(job)
             workers = self._args.workers
             options = ["--resume", self._run, "--allow-resize", "--samples", self._drawn()]
             job = self._start(workers, [*options, *self._slowed(workers)], trains=False)
@@ -267,13 +266,11 @@ class Soak:
             self.events["joined by another job"] += 1
             workers = self._args.workers + self._chance.choice([-1, 1])
             following = self._start(workers, ["--join", self._run, *self._slowed(workers)])
-            if (status := job.end()) != SUSPENDED_STATUS:
-                raise UserError(f"expected {SUSPENDED_STATUS}, got {status}:\n{job.said()}")
+            self._await_suspension(job)
             return following
         if way == 1:
             self.events["ended by a signal"] += 1
-            if (status := self._suspend(job)) != SUSPENDED_STATUS:
-                raise UserError(f"expected {SUSPENDED_STATUS}, got {status}:\n{job.said()}")
+            self._suspend(job)
         else:
             self.events["ended by SIGKILL"] += 1
             job.kill()
@@ -283,9 +280,13 @@ class Soak:
     def _slowed(self, workers: int) -> list[str]:
         return ["--slowdown", ",".join(f"{n}={self._args.slowdown:g}" for n in range(workers))]
 
-    def _suspend(self, job: Job) -> int:
+    def _suspend(self, job: Job) -> None:
         os.kill(job.pids()[0], SUSPEND)
-        return job.end()
+        self._await_suspension(job)
+
+    def _await_suspension(self, job: Job) -> None:
+        if (status := job.end()) != SUSPENDED_STATUS:
+            raise UserError(f"expected {SUSPENDED_STATUS}, got {status}:\n{job.said()}")
 
     # -- disturbances -----------------------------------------------------------------
     def _disturb(self, job: Job) -> None:

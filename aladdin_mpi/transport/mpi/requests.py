@@ -77,7 +77,7 @@ class MpiRequest(Request):
         tag: below 0 for collectives.
     """
 
-    __slots__ = ("broken", "handle", "is_collective", "line", "peer", "receives", "tag")
+    __slots__ = ("handle", "is_collective", "line", "peer", "receives", "tag")
 
     def __init__(
         self,
@@ -92,8 +92,6 @@ class MpiRequest(Request):
         self.peer = peer
         self.tag = tag
         self.handle: MPI.Request = MPI.REQUEST_NULL
-        self.broken: tuple[MPI.Exception, float] | None = None
-        """The error and time of its end, if by a failure of a rank that MPI has not named yet."""
         self.is_collective = tag < 0 and not receives
         self.line: Hashable = id(self) if self.is_collective else (receives, peer, tag)
         """Key of the requests that MPI matches in order."""
@@ -205,7 +203,8 @@ class Requests:
         self._statuses: list[MPI.Status] = []
         self._held_back: dict[tuple[int, int], deque[tuple[MpiRequest, Event | None]]] = {}
         self._abandoned: list[MpiRequest] = []
-        self._broken: list[MpiRequest] = []
+        self._broken: dict[MpiRequest, tuple[MPI.Exception, float]] = {}
+        """Error and end of requests that ended by a failure of a rank that MPI has not named."""
 
     # -- start ----------------------------------------------------------------
     @property
@@ -321,7 +320,11 @@ class Requests:
 
     def _meet_failure_of_any(self, firsts: list[MpiRequest], error: MPI.Exception) -> bool:
         """Handle a failure; return whether it has ended requests, or is left to a later poll."""
-        ended = [r for r in firsts if not r.done and not r.broken and r.handle == MPI.REQUEST_NULL]
+        ended = [
+            r
+            for r in firsts
+            if not r.done and r not in self._broken and r.handle == MPI.REQUEST_NULL
+        ]
         for request in ended:
             self._meet_failure(request, error)
         if not ended and error.Get_error_class() not in world.FAILURES:
@@ -347,7 +350,7 @@ class Requests:
 
     def _has_ended(self, request: MpiRequest, status: MPI.Status) -> bool:
         """Return whether MPI has just ended a request; also handles an end by a failure."""
-        if request.done or request.broken:
+        if request.done or request in self._broken:
             return False
         try:
             return bool(request.handle.Test(status))
@@ -437,15 +440,12 @@ class Requests:
             return
         self._look_for_failures(at_once=True)  # ends every collective
         if not request.done:
-            request.broken = error, time.perf_counter()  # a later query will end it
-            self._broken.append(request)
+            self._broken[request] = error, time.perf_counter()  # a later query will end it
 
     def _check_named(self) -> None:
         """Raise the error of a request whose failure MPI has not explained in time."""
-        self._broken = [request for request in self._broken if not request.done]
-        for request in self._broken:
-            assert request.broken is not None
-            error, since = request.broken
+        self._broken = {request: end for request, end in self._broken.items() if not request.done}
+        for error, since in self._broken.values():
             if time.perf_counter() - since > NAMED_WITHIN:
                 raise error
 
