@@ -145,7 +145,7 @@ def unpacked(data: Tensor) -> Any:
     return torch.load(BytesIO(data.numpy().tobytes()), weights_only=True)
 
 
-def send_object(transport: Transport, value: Any, dest: int, tag: Tag) -> list[Request]:
+def send_object(transport: Transport, value: Any, dest: int, tag: int) -> list[Request]:
     """Start to send a value that :func:`packed` accepts."""
     return _send(transport, packed(value), dest, tag)
 
@@ -153,9 +153,10 @@ def send_object(transport: Transport, value: Any, dest: int, tag: Tag) -> list[R
 def receive_object(
     transport: Transport,
     source: int,
-    tag: Tag,
+    tag: int,
     timeout: float | None = None,
     unless: Callable[[], bool] = lambda: False,
+    wake: Request | None = None,
 ) -> Any:
     """Receive a value sent by :func:`send_object`.
 
@@ -163,9 +164,9 @@ def receive_object(
 
     Raises:
         PeerFailedError: ``source`` has failed.
-        TimeoutError: nothing arrived in that time.
+        TimeoutError: nothing arrived in that time, or before ``wake`` ended.
     """
-    return unpacked(_receive(transport, source, tag, timeout, unless))
+    return unpacked(_receive(transport, source, tag, timeout, unless, wake))
 
 
 def _to_json(fact: Any) -> Tensor:
@@ -181,7 +182,7 @@ def _json_copy(fact: Any) -> Any:
     return fact if fact is None or type(fact) in (str, int) else json.loads(json.dumps(fact))
 
 
-def _send(transport: Transport, data: Tensor, dest: int, tag: Tag) -> list[Request]:
+def _send(transport: Transport, data: Tensor, dest: int, tag: int) -> list[Request]:
     """Start to send the number of bytes, then the bytes."""
     return [transport.isend(part, dest, tag) for part in (torch.tensor([data.numel()]), data)]
 
@@ -189,16 +190,22 @@ def _send(transport: Transport, data: Tensor, dest: int, tag: Tag) -> list[Reque
 def _receive(
     transport: Transport,
     source: int,
-    tag: Tag,
+    tag: int,
     timeout: float | None = None,
     unless: Callable[[], bool] = lambda: False,
+    wake: Request | None = None,
 ) -> Tensor:
     size = torch.zeros(1, dtype=torch.int64)
     announced = transport.irecv(size, source, tag)
-    if transport.wait_any([announced], timeout) < 0:
+    first = transport.wait_any([announced] if wake is None else [announced, wake], timeout)
+    if first < 0:
         if not unless():
             raise TimeoutError
         transport.wait(announced)
+    elif first:
+        transport.cancel(announced)
+        if not size:  # nothing has arrived meanwhile
+            raise TimeoutError
     data = torch.empty(int(size), dtype=torch.uint8)
     transport.wait(transport.irecv(data, source, tag))
     return data

@@ -3,7 +3,7 @@
 MPI may report failed ranks, but not one that hangs (stopped, swapped out, on a failed file system)
 or whose link is down. So every rank sends heartbeats to rank 0, which answers them. Rank 0 excludes
 ranks whose heartbeats time out, and notifies all; also the excluded one, which reads the message
-if it comes back, and exits.
+if it comes back, and waits for another place or exits.
 
 A standby, the first of the other ranks, watches rank 0. The others send heartbeats to it as
 well, so that it can distinguish a hanging rank 0 from a failure of its link. If the others
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.errors import CutOffError, ExcludedError, LostError
+from aladdin_mpi.process import console
 from aladdin_mpi.transport.base import Transport, surviving_ranks
 
 SIGNS = 6
@@ -123,10 +124,13 @@ class Heartbeats:
     def _exclude(self, source: int, message: Tensor) -> None:
         silent = int(message.view(torch.int64))
         if silent == self._transport.rank:
-            raise ExcludedError(
+            reason = (
                 f"{self._name(silent)} was excluded from the run, because {self._name(source)} "
-                f"had received no heartbeat from it for {self._timeout:g} s; it exits"
+                f"had received no heartbeat from it for {self._timeout:g} s"
             )
+            if self._transport.side_channel is None:
+                raise ExcludedError(f"{reason}; it exits")
+            console.say(f"aladdin_mpi: {reason}; it waits for another place")
         self._transport.exclude(silent)
 
     def _continue_without_rank_0(self, now: float, is_standby: bool) -> None:

@@ -1,158 +1,44 @@
-"""Driver of the elasticity machine: turns messages into events, and carries out decisions.
+"""A run in one group of ranks after another.
 
-The rules are in :mod:`.elasticity`; this module has the transport and this rank's part in each
-group.
+The rules are in :mod:`.elasticity`, which :mod:`.elasticity_driver` connects to the transport; this
+module has this rank's part in each group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from aladdin_mpi.control.exchange import receive_object, send_object
+from aladdin_mpi.control.budget import WorkerReport
 from aladdin_mpi.control.tags import Tag
-from aladdin_mpi.errors import ExcludedError, LostError, PeerFailedError, RefusedError
+from aladdin_mpi.errors import ExcludedError, PeerFailedError
 from aladdin_mpi.options.algorithms import FAULT_TOLERANT_ALLREDUCES, Algorithm
 from aladdin_mpi.options.run import RunOptions
-from aladdin_mpi.process import guard
 from aladdin_mpi.run.elasticity import (
-    AnnounceMembers,
-    AwaitJoin,
-    Decision,
     ElasticityMachine,
-    EndRun,
     Event,
-    ExcludeRank,
+    Excluded,
     FormGroup,
     GroupRevoked,
-    JoinArrived,
-    JoinRendezvous,
-    JoinTimedOut,
-    LeaveRun,
-    MembersArrived,
     Membership,
-    RanksLost,
     WaitForPlace,
     begin,
 )
+from aladdin_mpi.run.elasticity_driver import ElasticityDriver, SpareWaiter
 from aladdin_mpi.run.rank import Rank
+from aladdin_mpi.run.run_folder import OpenFolder
 from aladdin_mpi.run.takeover import LoopProgress, RankSnapshot, Takeover, snapshot
-from aladdin_mpi.session.coordinator import RunHook
-from aladdin_mpi.session.islands import leaving
-from aladdin_mpi.transport.base import Request, Transport, wait_ended
+from aladdin_mpi.session.coordinator import Coordinator, RunHook
+from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.group import Group, RankLostError
 from aladdin_mpi.worker.island import host_groups
 
 T = TypeVar("T")
 Assemble = Callable[[Transport, RunOptions, "Takeover | None", Sequence[RunHook]], Rank]
 """Builds this rank in a group, with the given hooks in addition to its own."""
-
-
-class ElasticityDriver:
-    """Connects an elasticity machine to the transport among all ranks of the job.
-
-    A rank that does not join within ``patience`` seconds is excluded, unless that is 0.
-    """
-
-    def __init__(self, base: Transport, machine: ElasticityMachine, patience: float = 0.0) -> None:
-        self._base = base
-        self._machine = machine
-        self._patience = patience or None
-        self._listens = False
-
-    def lost(self) -> RanksLost:
-        """Return the ranks that the transport knows to have failed."""
-        return RanksLost(self._base.failed)
-
-    def decide(self, event: Event) -> Decision | None:
-        """Handle an event and those that follow from it; return a decision left to the caller.
-
-        Raises:
-            LostError: no group can be formed.
-            RefusedError: no group can be formed, and another rank reports it.
-            ExcludedError: the run continues without this rank's island.
-        """
-        while True:
-            self._note_lost()
-            decisions = self._machine.handle(event)
-            if not decisions:
-                return None
-            for decision in decisions[:-1]:
-                self._act(decision)
-            following = self._wait(decisions[-1])
-            if following is None:
-                return decisions[-1]
-            event = following
-
-    def _note_lost(self) -> None:
-        """Note the failed ranks, and exclude the others of their islands."""
-        self._machine.note_lost(self._base.failed)
-        for rank in sorted(self._machine.failed - self._base.failed - {self._base.rank}):
-            self._base.exclude(rank)
-
-    def _act(self, decision: Decision) -> None:
-        match decision:
-            case ExcludeRank(rank):
-                self._base.exclude(rank)
-            case AnnounceMembers(dests, members, facts):
-                announcement = {"members": asdict(members), "facts": dict(facts)}
-                for dest in dests:
-                    send_object(self._base, announcement, dest, Tag.MEMBERS)
-
-    def _wait(self, decision: Decision) -> Event | None:
-        """Return the event that a decision waits for; None if it is not part of a rendezvous."""
-        if isinstance(decision, JoinRendezvous | AwaitJoin):
-            self._listen()
-        try:
-            match decision:
-                case JoinRendezvous(leader, before, facts):
-                    join = [asdict(before), dict(facts)]
-                    wait_ended(self._base, send_object(self._base, join, leader, Tag.JOIN))
-                    announced = receive_object(self._base, leader, Tag.MEMBERS)
-                    return MembersArrived(_membership(announced["members"]), announced["facts"])
-                case AwaitJoin(rank):
-                    return self._await_join(rank)
-                case LeaveRun(lost):
-                    if self._base.shares_process:
-                        self._base.exclude(self._base.rank)  # does not return
-                    raise ExcludedError(leaving(self._base, self._base.rank, lost))
-                case EndRun(reason, reporter):
-                    if reporter not in (None, self._base.rank):
-                        self._base.sleep(guard.YIELD_SECONDS)  # the reporter ends the job
-                        raise RefusedError
-                    raise LostError(reason)
-        except PeerFailedError as error:
-            # An operation may detect a failure before the transport lists it.
-            return RanksLost(self._base.failed | {error.rank})
-        return None
-
-    def _listen(self) -> None:
-        """Listen for COMING: a receive that is posted from the start would slow down each poll."""
-        if not self._listens:
-            self._listens = True
-            self._base.on_message(Tag.COMING, 1, lambda rank, _: self._machine.coming.add(rank))
-
-    def _await_join(self, rank: int) -> Event:
-        is_coming = partial(self._machine.coming.__contains__, rank)
-        try:
-            join = receive_object(self._base, rank, Tag.JOIN, self._patience, is_coming)
-        except TimeoutError:
-            return JoinTimedOut(rank)
-        return JoinArrived(rank, _membership(join[0]), join[1])
-
-
-def _membership(plain: dict[str, Any]) -> Membership:
-    tuples = {name: tuple(value) for name, value in plain.items() if isinstance(value, list)}
-    return Membership(**{**plain, **tuples})
-
-
-SPARE_WAIT_SECONDS = 60.0
-"""The longest single wait of a spare rank, which then waits again."""
 
 
 class ElasticRunner(RunHook):
@@ -204,6 +90,7 @@ class ElasticRunner(RunHook):
             can_regroup=not is_fixed,
             needs_all=bool(algorithm.needs_all(options)),
             islands=islands,
+            may_return=base.side_channel is not None,
         )
         patience = 0.0 if base.models_time else options.worker_timeout
         self._driver = ElasticityDriver(base, self._machine, patience)
@@ -211,6 +98,9 @@ class ElasticRunner(RunHook):
         self.rank: Rank | None = None
         self._snapshot: RankSnapshot | None = None
         """This rank's snapshot of the former group, until training starts."""
+        self._waiter: SpareWaiter | None = None
+        self._left_folder: OpenFolder | None = None
+        """The run's folder before this rank's exclusion: its lock is kept."""
         self._has_ended = False
 
     @property
@@ -231,6 +121,7 @@ class ElasticRunner(RunHook):
             self._may_raise,
             self._report_coming,
             self.end,
+            self._machine.may_return,
         )
         return self._seal(self._group)
 
@@ -263,7 +154,7 @@ class ElasticRunner(RunHook):
     def _report_coming(self) -> None:
         """Report to the next leader that this rank will join, even if its step takes long."""
         self._machine.note_lost(self._base.failed)
-        leader = next(iter(self._machine.surviving), self._base.rank)
+        leader = self._machine.next_leader
         if leader != self._base.rank:
             self._base.isend(torch.zeros(1, dtype=torch.uint8), leader, Tag.COMING)
 
@@ -279,6 +170,7 @@ class ElasticRunner(RunHook):
             return
         self._has_ended = True
         self._send_to_spares(torch.zeros(1, dtype=torch.uint8), Tag.SPARES_GO)
+        self._driver.release_excluded()
 
     # -- training ---------------------------------------------------------------------
     def run(self) -> None:
@@ -306,72 +198,68 @@ class ElasticRunner(RunHook):
             except RankLostError:
                 pass
             assert self._group is not None
+            if self._group.is_excluded:
+                self._return()
+                continue
             mine = snapshot(self.rank, self.members, self._progress, self._snapshot)
             self.rank.give_up()
             self._group.leave()
             # Excluded ranks may still run, so spare ranks do not detect them as failed.
-            excluded = torch.tensor(sorted(self._base.excluded), dtype=torch.int64)
-            self._send_to_spares(excluded, Tag.SPARES_CALLED)
+            called = [self.members.number, *sorted(self._base.excluded)]
+            self._send_to_spares(torch.tensor(called, dtype=torch.int64), Tag.SPARES_CALLED)
             self._take_place(GroupRevoked(mine.facts), mine)
+
+    def _return(self) -> None:
+        """Take a place in the run again from which this rank was excluded.
+
+        Raises:
+            ExcludedError: the run has ended before.
+        """
+        assert self.rank is not None and self._group is not None
+        self._left_folder = self.rank.folder
+        self.rank.give_up()
+        self._group.leave()
+        if not self._take_place(Excluded(), None):
+            me = self._base.rank
+            raise ExcludedError(
+                f"the run has ended without rank {me} (host {self._base.host_names[me]}), which "
+                "was excluded and waited for a place"
+            )
 
     def _take_place(self, event: Event, mine: RankSnapshot | None) -> bool:
         """Take a place in a group, however often it is revoked; False if the run ends first."""
-        waiter = None if mine is not None else _SpareWaiter(self._base)
+        if mine is None and self._waiter is None:
+            self._waiter = SpareWaiter(self._base, self._machine)
         while True:
             match self._driver.decide(event):
                 case WaitForPlace():
-                    assert waiter is not None
-                    waiter.wait()
-                    if waiter.is_over:
+                    assert self._waiter is not None
+                    event = self._waiter.wait()
+                    if self._waiter.is_over:
                         return False
-                    event = self._driver.lost()
                 case FormGroup(plan):
-                    self._snapshot = mine = None if mine is None else mine.of(plan.number)
+                    is_new = plan.members.returned_at(self._base.rank) > plan.number
+                    mine = None if mine is None or is_new else mine.of(plan.number)
+                    self._snapshot = mine
                     try:
                         self._set_up(Takeover(self._base, plan, mine))
                         return True
                     except (RankLostError, PeerFailedError):
                         assert self._group is not None
                         self._group.leave()
-                        event = GroupRevoked(None)
+                        event = Excluded() if self._group.is_excluded else GroupRevoked(None)
                 case _:
                     return False
+
+    def on_report(self, run: Coordinator, report: WorkerReport) -> None:
+        """Let a rank that was excluded return at once: the next group has a place for it."""
+        if run.budget.used_up or run.suspended or not self._driver.has_returned():
+            return
+        if self._group is not None and self._group.lost is None:
+            self._group.revoke()
 
     def on_start(self) -> None:
         """Drop the snapshot of the former group: training starts."""
         if self.members.number > 1:
             self._machine.start_training()
             self._snapshot = None
-
-
-class _SpareWaiter:
-    """Wakes a spare rank when a rank fails or the run is over."""
-
-    def __init__(self, base: Transport) -> None:
-        self._base = base
-        self._wake_request = self._new_request()
-        self.is_over = False
-        base.on_message(Tag.SPARES_GO, 1, self._end)
-        base.on_message(Tag.SPARES_CALLED, 8 * base.size, self._exclude)
-        base.on_failure(lambda rank: self._base.abandon(self._wake_request))
-
-    def _new_request(self) -> Request:
-        # No such message is sent: abandoning the receive wakes the waiting rank.
-        nothing = torch.empty(0, dtype=torch.uint8)
-        return self._base.irecv(nothing, self._base.rank, Tag.SPARES_GO)
-
-    def _end(self, source: int, message: Tensor) -> None:
-        self.is_over = True
-        self._base.abandon(self._wake_request)
-
-    def _exclude(self, source: int, message: Tensor) -> None:
-        for rank in message.view(torch.int64).tolist():
-            if rank not in self._base.failed:
-                self._base.exclude(rank)
-
-    def wait(self) -> None:
-        """Wait for a failure or the end of the run, unless it has happened already."""
-        seconds = None if self._base.models_time else SPARE_WAIT_SECONDS
-        while not self._wake_request.done:
-            self._base.wait_any([self._wake_request], seconds)
-        self._wake_request = self._new_request()

@@ -2,7 +2,8 @@
 
 One machine runs on each rank of the job. Events go in through :meth:`ElasticityMachine.handle`,
 decisions come out. This module performs no I/O and needs neither a transport nor torch: a driver
-(:mod:`.elastic_runner`, :mod:`.takeover`) turns messages into events and carries out the decisions.
+(:mod:`.elasticity_driver`, :mod:`.takeover`) turns messages into events and carries out the
+decisions.
 
 When a group of ranks is revoked, the surviving ranks of the job hold a rendezvous. Its leader is
 the lowest surviving rank. Every other rank sends it a JOIN with its newest membership and its
@@ -17,6 +18,10 @@ wait for it restart the rendezvous. Two rules keep the decisions consistent:
 Some members may complete a set-up that others do not. So each rank keeps what it has of the former
 group until training starts, and the next group continues from the newest one of which every
 surviving member has its state.
+
+An excluded rank that still runs may return, as a spare rank without a state: the leader of the next
+rendezvous calls it, and the announcement readmits it on every rank. As a leader could fail while it
+announces that, a rank that has returned leads no rendezvous as long as another can.
 """
 
 from __future__ import annotations
@@ -47,6 +52,8 @@ class Membership:
         servers: number of servers among them.
         spares: ranks that wait for a place.
         full: numbers of servers and workers with which the run began.
+        returns: the ranks that were excluded and have returned, each with the number of the first
+            group after its last return, and how often it has returned.
     """
 
     number: int
@@ -54,10 +61,34 @@ class Membership:
     servers: int
     spares: tuple[int, ...]
     full: tuple[int, int]
+    returns: tuple[tuple[int, int, int], ...] = ()
 
     def place(self, rank: int) -> int | None:
         """Return a rank's number in the group; None: it is not a member."""
         return self.ranks.index(rank) if rank in self.ranks else None
+
+    def returned_at(self, rank: int) -> int:
+        """Return the number of the first group after a rank's last return; 0: it never returned."""
+        return next((group for each, group, _ in self.returns if each == rank), 0)
+
+    def life(self, rank: int) -> int:
+        """Return how often a rank has returned."""
+        return next((life for each, _, life in self.returns if each == rank), 0)
+
+    def with_returned(self, lives: Mapping[int, int]) -> Membership:
+        """Return this group with excluded ranks, and how often each has returned, as spare ranks.
+
+        They return in the next group.
+        """
+        others = [each for each in self.returns if each[0] not in lives]
+        now = [(rank, self.number + 1, life) for rank, life in lives.items()]
+        return replace(
+            self,
+            ranks=tuple(rank for rank in self.ranks if rank not in lives),
+            servers=sum(rank not in lives for rank in self.ranks[: self.servers]),
+            spares=(*(rank for rank in self.spares if rank not in lives), *lives),
+            returns=tuple(sorted([*others, *now])),
+        )
 
 
 def begin(size: int, servers: int, spares: int) -> Membership:
@@ -117,7 +148,10 @@ class RanksLost:
 
 @dataclass(frozen=True)
 class GroupRevoked:
-    """This rank has left its group; ``facts`` are None during the group's set-up."""
+    """This rank has left its group, or was called as a spare rank of it.
+
+    ``facts`` are None during the group's set-up, and for a spare rank.
+    """
 
     facts: RankFacts | None
 
@@ -150,7 +184,43 @@ class MembersArrived:
     facts: Mapping[int, RankFacts]
 
 
-Event: TypeAlias = RanksLost | GroupRevoked | JoinArrived | JoinTimedOut | MembersArrived
+@dataclass(frozen=True)
+class Excluded:
+    """The others have excluded this rank, which still runs."""
+
+
+@dataclass(frozen=True)
+class RanksReturned:
+    """Excluded ranks that have answered the leader's call.
+
+    Attributes:
+        lives: how often each of them has returned.
+    """
+
+    lives: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class Readmitted:
+    """The others have readmitted this rank.
+
+    Attributes:
+        announced: the next group, which includes this rank.
+    """
+
+    announced: MembersArrived
+
+
+Event: TypeAlias = (
+    RanksLost
+    | GroupRevoked
+    | JoinArrived
+    | JoinTimedOut
+    | MembersArrived
+    | Excluded
+    | RanksReturned
+    | Readmitted
+)
 
 
 # -- decisions --------------------------------------------------------------------------
@@ -175,6 +245,19 @@ class ExcludeRank:
     """Treat this rank as failed, although it may still run."""
 
     rank: int
+
+
+@dataclass(frozen=True)
+class CallExcluded:
+    """Call the excluded ranks that still run, and wait briefly for their answers."""
+
+    number: int
+    """Number of the next group."""
+
+
+@dataclass(frozen=True)
+class WaitOutside:
+    """Wait, as an excluded rank, until the others readmit this rank or the run ends."""
 
 
 @dataclass(frozen=True)
@@ -227,6 +310,8 @@ Decision: TypeAlias = (
     JoinRendezvous
     | AwaitJoin
     | ExcludeRank
+    | CallExcluded
+    | WaitOutside
     | AnnounceMembers
     | WaitForPlace
     | FormGroup
@@ -280,14 +365,24 @@ class TakeoverPlan:
         return int(self.origin["servers"])
 
     @property
+    def _surviving(self) -> list[int]:
+        """Ranks of the former group that are in the new one, and have not been excluded since."""
+        has_returned = self.members.returned_at
+        return [
+            rank
+            for rank in self.former
+            if rank in self.members.ranks and has_returned(rank) <= self.number
+        ]
+
+    @property
     def lost(self) -> list[int]:
-        """Ranks of the former group that are not in the new one."""
-        return [rank for rank in self.former if rank not in self.members.ranks]
+        """Ranks of the former group whose state is lost."""
+        return [rank for rank in self.former if rank not in self._surviving]
 
     @property
     def is_complete(self) -> bool:
         """Whether every member of the former group that survives has its state."""
-        surviving = set(self.former).intersection(self.members.ranks)
+        surviving = set(self._surviving)
         return bool(surviving) and surviving == set(self.present)
 
     @property
@@ -430,6 +525,8 @@ class MachineState(Enum):
     """The rank waits for the others to join the rendezvous."""
     JOINING = auto()
     """The rank has joined the rendezvous, and waits for the leader."""
+    OUTSIDE = auto()
+    """The rank is excluded, and waits for its return."""
     ENDED = auto()
 
 
@@ -447,6 +544,7 @@ class ElasticityMachine:
         can_regroup: whether the surviving ranks can form a new group.
         needs_all: whether the algorithm needs each of its workers.
         islands: ranks that form one worker, and fail together.
+        may_return: whether excluded ranks may return.
     """
 
     def __init__(
@@ -458,9 +556,11 @@ class ElasticityMachine:
         can_regroup: bool = True,
         needs_all: bool = False,
         islands: Sequence[Sequence[int]] = (),
+        may_return: bool = False,
     ) -> None:
         self.rank = rank
         self.members = members
+        self.may_return = may_return and can_regroup and not islands
         self.failed: frozenset[int] = frozenset()
         """Ranks that are lost to the run, with the other ranks of their islands."""
         self._found_lost: frozenset[int] = frozenset()
@@ -478,6 +578,19 @@ class ElasticityMachine:
         """The newest membership known to the ranks that have joined, at the leader."""
         self._joined: dict[int, RankFacts] = {}
         """Facts of the ranks that have joined, at the leader."""
+        self._has_called = False
+        """Whether this rank has called the excluded ranks, as the leader."""
+
+    @property
+    def next_leader(self) -> int:
+        """The rank that would lead a rendezvous now."""
+        eligible = [rank for rank in self.surviving if not self.members.life(rank)]
+        return next(iter(eligible or self.surviving), self.rank)
+
+    @property
+    def newest(self) -> Membership:
+        """The newest group that this rank, as the leader, knows by now."""
+        return self._newest
 
     @property
     def surviving(self) -> list[int]:
@@ -511,6 +624,11 @@ class ElasticityMachine:
         self._found_lost |= frozenset(failed)
         self.failed |= frozenset(failed).union(*(self._islands.get(rank, ()) for rank in failed))
 
+    def readmit(self, rank: int) -> None:
+        """Note that a rank has returned, before the event in which the others learn that."""
+        self.failed -= {rank}
+        self._found_lost -= {rank}
+
     def complete_setup(self) -> None:
         """Note that this rank has taken its place in the group."""
         self.phase = MachineState.TRAINING
@@ -536,6 +654,13 @@ class ElasticityMachine:
                 return self._exclude_late(rank)
             case MembersArrived(members, facts_of_all):
                 return self._take_members(members, facts_of_all)
+            case Excluded():
+                self.phase, self._facts = MachineState.OUTSIDE, {}
+                return (WaitOutside(),)
+            case RanksReturned(lives):
+                return self._take_back(lives)
+            case Readmitted(announced):
+                return self._enter(announced.members, announced.facts)
 
     def _lose(self, failed: frozenset[int]) -> Decisions:
         self.note_lost(failed)
@@ -560,12 +685,13 @@ class ElasticityMachine:
             return self._end(str(error))
         if self.rank in self.failed:
             return self._leave()
-        self._leader = self.surviving[0]
+        self._leader = self.next_leader
         if self._leader != self.rank:
             self.phase = MachineState.JOINING
             return (JoinRendezvous(self._leader, self.members, self._facts),)
         self.phase = MachineState.LEADING
         self._newest, self._joined = self.members, {self.rank: self._facts}
+        self._has_called = not self.may_return
         return self._await_next()
 
     def _let_join(self, rank: int, before: Membership, facts: RankFacts) -> Decisions:
@@ -585,7 +711,20 @@ class ElasticityMachine:
 
     def _await_next(self) -> Decisions:
         awaited = [rank for rank in self.surviving if rank not in self._joined]
-        return (AwaitJoin(awaited[0]),) if awaited else self._decide()
+        if awaited:
+            return (AwaitJoin(awaited[0]),)
+        if not self._has_called:
+            return (CallExcluded(self._newest.number + 1),)
+        return self._decide()
+
+    def _take_back(self, lives: Mapping[int, int]) -> Decisions:
+        """Take back the ranks that have answered this leader's call."""
+        if self.phase is not MachineState.LEADING:
+            return ()
+        self._has_called = True
+        self._newest = self._newest.with_returned(lives)
+        self._joined |= {rank: {} for rank in lives}
+        return self._await_next()
 
     def _decide(self) -> Decisions:
         """Decide on the next group: every surviving rank has joined."""

@@ -23,7 +23,7 @@ from aladdin_mpi.control.exchange import (
 )
 from aladdin_mpi.control.tags import COORDINATOR, Tag
 from aladdin_mpi.data.sampler import Period
-from aladdin_mpi.errors import LostError
+from aladdin_mpi.errors import ExcludedError, LostError
 from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.exchange.server_replica import keeper_of
 from aladdin_mpi.flat.state import MergedState
@@ -49,11 +49,13 @@ class LoopProgress:
         epoch: the present epoch of a loop by epochs.
         reductions: calls of ``run.reduce()``.
         first_epoch: the first epoch of a rank that joins during the run; else None.
+        has_begun: whether the loop has had a batch.
     """
 
     epoch: int = 0
     reductions: int = 0
     first_epoch: int | None = None
+    has_begun: bool = False
 
     def take_over(self, others: Collection[Mapping[str, Any]], is_new: bool) -> None:
         """Continue in another group of ranks.
@@ -65,6 +67,7 @@ class LoopProgress:
         Raises:
             LostError: some workers have completed a call of ``run.reduce()`` in which others would
                 wait for ever.
+            ExcludedError: this rank returns after an exclusion, and its loop is behind such calls.
         """
         counts = {each["reductions"] for each in others}
         if len(counts) > 1:
@@ -72,6 +75,11 @@ class LoopProgress:
                 "a rank failed when only some workers had completed run.reduce() or run.gather()"
             )
         if is_new and counts:
+            if self.has_begun and self.reductions not in counts:
+                raise ExcludedError(
+                    "a rank that was excluded cannot return, because the other workers have "
+                    "called run.reduce() or run.gather() meanwhile; it exits"
+                )
             (self.reductions,) = counts
             self.epoch = self.first_epoch = max(each["epoch"] for each in others)
 
@@ -266,12 +274,12 @@ def _losses(
 
     ``step`` is the number of samples for each gradient.
     """
-    base = takeover.base
+    base, members = takeover.base, takeover.plan.members
     losses: list[dict[str, Any]] = [
         {
             "rank": rank,
             "host": base.host_names[rank],
-            "what": "left out" if rank in base.excluded else "died",
+            "what": "left out" if rank in (*base.excluded, *members.ranks) else "died",
             "samples_lost": samples,
             "gradients_lost": 0,
             "mate": _failed_mate(takeover, former, rank),
@@ -365,5 +373,9 @@ def _take_local(session: Session, takeover: Takeover) -> None:
 
 def print_takeover(context: Context, takeover: Takeover) -> None:
     """Print at rank 0 that the run continues."""
+    members, names = takeover.plan.members, takeover.base.host_names
+    for rank, group, _ in members.returns:
+        if group == members.number:
+            console.say(f"aladdin_mpi: rank {rank} (host {names[rank]}) has returned")
     ranks = describe_ranks(context.workers, context.servers)
     console.say(f"aladdin_mpi: the run continues with {ranks} from sample {takeover.plan.drawn}")

@@ -38,7 +38,8 @@ class Failures:
         self._is_complete = False
         self.records: list[dict[str, Any]] = []
         """One for each failure: ``rank``, ``host``, ``what`` ("died" or "left out"), ``samples``
-        and ``seconds`` of the run when it was detected, and ``samples_lost``."""
+        and ``seconds`` of the run when it was detected, and ``samples_lost``; and for an excluded
+        rank that has returned, ``returned``: the run's samples at that time."""
         transport.on_failure(self._lose)
 
     def note_earlier(self) -> None:
@@ -54,12 +55,22 @@ class Failures:
         island for which it was left out, or None.
         """
         for loss in losses:
-            known = [each for each in self.records if each["rank"] == loss["rank"]]
+            known = self._lasting(loss["rank"])
             record = next((each for each in known if "samples_lost" not in each), None)
             if known and record is None:
                 continue  # it was lost in an earlier segment
             record = record or self._record_coordinator(loss)
             record |= {name: loss[name] for name in ("samples_lost", "gradients_lost")}
+
+    def note_returned(self, ranks: Sequence[int]) -> None:
+        """Note that failures of these ranks of the job, which are present now, are over."""
+        for rank in ranks:
+            for record in self._lasting(rank):
+                record["returned"] = self._moment()["samples"]
+
+    def _lasting(self, rank: int) -> list[dict[str, Any]]:
+        """Return the records of failures of a rank of the job that has not returned since."""
+        return [each for each in self.records if each["rank"] == rank and "returned" not in each]
 
     def _record_coordinator(self, loss: Mapping[str, Any]) -> dict[str, Any]:
         """Record the failure of a rank 0, which only its successor can do."""

@@ -383,6 +383,22 @@ class FailureDetector(ABC):
         """
 
 
+class SideChannel(Protocol):
+    """A channel between excluded ranks and the others, and the end of an exclusion."""
+
+    def post(self, message: bytes, dest: int) -> None:
+        """Send a short message to any rank; it is lost if the rank has failed."""
+
+    def read(self, source: int) -> bytes | None:
+        """Return the next message that has arrived from a rank, or None. Never blocks."""
+
+    def readmit(self, rank: int) -> None:
+        """Exclude ``rank`` no more, unless it has failed. All other ranks must do the same.
+
+        Messages sent to it or by it before its exclusion may still arrive.
+        """
+
+
 class Transport(PointToPoint, Collectives, Clock, FailureDetector):
     """One rank's connection to the other ranks."""
 
@@ -406,6 +422,8 @@ class Transport(PointToPoint, Collectives, Clock, FailureDetector):
     """Whether all ranks are in the simulation and can call :meth:`Simulation.meet`."""
     poll_hooks: PollHooks | None
     """Functions called after each poll; None if the engine does not poll."""
+    side_channel: SideChannel | None
+    """By which excluded ranks can return; None if they cannot."""
 
     @primitive
     def close(self, status: int = 0) -> None:

@@ -83,11 +83,12 @@ class Group(TransportWrapper):
     Args:
         base: the transport among all ranks of the job.
         ranks: ranks of the group, including this one; their indices are their new numbers.
-        number: index of the group in the job, from 0.
+        number: counts the groups of the job from 1.
         needs: whether the group cannot continue without a given rank.
         may_raise: whether a wait may raise an error; otherwise it just ends.
         on_loss: called as a handler, also while this rank computes, when the group is revoked.
         before_close: called before the transport is closed.
+        may_return: whether excluded ranks may return, in a later group.
     """
 
     def __init__(
@@ -99,35 +100,60 @@ class Group(TransportWrapper):
         may_raise: Callable[[], bool] = lambda: True,
         on_loss: Callable[[], None] = lambda: None,
         before_close: Callable[[], None] = lambda: None,
+        may_return: bool = False,
     ) -> None:
         is_whole = [*ranks] == [*range(base.size)]
         super().__init__(inner := base if is_whole else PartOfRanks(base, ranks))
         self._base = base
         self.number = number
-        # The engine's collectives need all ranks of the job.
-        self.has_collectives = self.size == base.size and base.has_collectives
+        # The engine's collectives need all ranks of the job, also those called before this group.
+        self.has_collectives = self.size == base.size and base.has_collectives and number == 1
+        if not may_return:
+            self.side_channel = None
         self._collectives = 0
         self._may_raise = may_raise
         self._on_loss = on_loss
         self._before_close = before_close
         self.lost: int | None = None
         """The first failed rank that the group needs."""
+        self.is_excluded = False
+        """Whether this rank was excluded, and may return."""
         self._needs = needs
-        self._has_left = False
+        self._has_left = self._hears_leaves = False
         self._first_tag = number * TAGS
         empty = torch.empty(0, dtype=torch.uint8)
         self._loss = inner.irecv(empty, inner.rank, self._first_tag + LOSS)
         if number > 1:  # after a revocation during set-up, nothing remains of the first group
-            self.exclude_from_traffic(LEAVE)
-            self.on_message(LEAVE, 1, lambda source, message: self._revoke(source))
+            self._hear_leaves()
         inner.on_failure(self._note)
         with inner.atomic():
             for rank in sorted(inner.failed):
                 self._note(rank)
 
+    def _hear_leaves(self) -> None:
+        self._hears_leaves = True
+        self.exclude_from_traffic(LEAVE)
+        self.on_message(LEAVE, 1, lambda source, message: self._revoke(source))
+
     def _note(self, rank: int) -> None:
-        if not self._has_left and self._needs(rank):
+        if self._has_left:
+            return
+        if self._needs(rank):
             self._revoke(rank)
+        elif self.side_channel is not None and not self._hears_leaves:
+            self._hear_leaves()  # if this rank returns, the group forms anew
+
+    def revoke(self) -> None:
+        """Revoke the group on all ranks, so that a rank that has returned gets a place."""
+        self._send_leaves()
+        self._revoke(self.rank)
+
+    def exclude(self, rank: int) -> None:
+        if rank == self.rank and self.side_channel is not None:
+            self.is_excluded = True
+            self._revoke(rank)
+        else:
+            self.inner.exclude(rank)
 
     def _revoke(self, rank: int) -> None:
         if self.lost is None:
@@ -145,13 +171,19 @@ class Group(TransportWrapper):
     def leave(self) -> None:
         """End all operations in the group, and notify the others; later messages are ignored.
 
-        The others may not need the rank whose failure this rank has detected.
+        The others may not need the rank whose failure this rank has detected. An excluded rank
+        does not notify them, as they go on without it.
         """
-        for rank in surviving_ranks(self):
-            if rank != self.rank and self.number > 1:
-                self.isend(torch.zeros(1, dtype=torch.uint8), rank, LEAVE)
+        if not self.is_excluded:
+            self._send_leaves()
         self._has_left = True
         self.inner.abandon(range(self._first_tag, self._first_tag + TAGS))
+
+    def _send_leaves(self) -> None:
+        if self._hears_leaves:
+            for rank in surviving_ranks(self):
+                if rank != self.rank:
+                    self.isend(torch.zeros(1, dtype=torch.uint8), rank, LEAVE)
 
     def close(self, status: int = 0) -> None:
         self._before_close()

@@ -10,8 +10,7 @@ import pytest
 
 from aladdin_mpi.errors import LostError, PeerFailedError
 from aladdin_mpi.options.cluster import Cluster
-from aladdin_mpi.run import elastic_runner
-from aladdin_mpi.run.elastic_runner import ElasticityDriver
+from aladdin_mpi.run import elasticity_driver
 from aladdin_mpi.run.elasticity import (
     ElasticityMachine,
     FormGroup,
@@ -22,6 +21,7 @@ from aladdin_mpi.run.elasticity import (
     begin,
     next_membership,
 )
+from aladdin_mpi.run.elasticity_driver import ElasticityDriver
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 from tests.messages import naming
@@ -127,9 +127,9 @@ def test_rendezvous_restarts_if_an_operation_detects_leader_failure_first(
             raise PeerFailedError(0, "host")
         return {"members": asdict(next_membership(before, {1, 2})), "facts": facts}
 
-    monkeypatch.setattr(elastic_runner, "send_object", lambda *_: [])
-    monkeypatch.setattr(elastic_runner, "wait_ended", lambda *_: None)
-    monkeypatch.setattr(elastic_runner, "receive_object", receive)
+    monkeypatch.setattr(elasticity_driver, "send_object", lambda *_: [])
+    monkeypatch.setattr(elasticity_driver, "wait_ended", lambda *_: None)
+    monkeypatch.setattr(elasticity_driver, "receive_object", receive)
     base = Mock(rank=2, size=3, failed=frozenset())
     driver = ElasticityDriver(base, ElasticityMachine(2, 3, before))
     decision = driver.decide(GroupRevoked(facts[2]))

@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from threading import Lock
+from typing import Any, NamedTuple
 
 from aladdin_mpi.process import guard, startup
 from aladdin_mpi.transport.mpi import world  # before MPI, whose start and end it configures
@@ -37,6 +38,7 @@ from aladdin_mpi.transport.base import (
     PollHooks,
     Request,
     Sendable,
+    SideChannel,
     Traffic,
     Transport,
     as_tensor,
@@ -53,6 +55,7 @@ from aladdin_mpi.transport.mpi.progress import (
     cores_of_host,
 )
 from aladdin_mpi.transport.mpi.requests import MpiRequest, Requests, Signals, check_buffer, in_bytes
+from aladdin_mpi.transport.mpi.side_channel import MpiSideChannel
 from aladdin_mpi.transport.mpi.world import HangingRanks, MpiFailures
 
 DATATYPES = {
@@ -88,7 +91,7 @@ class MpiTransport(Transport):
         self.traffic = Traffic()
         self.timeout = timeout
         startup.expect(startup.RANKS_MEET, timeout, startup.MEETING_LEAST)
-        self._messages, self._collectives, names, processes, cores = _set_up()
+        self._messages, self._collectives, self._control, names, processes, cores = _set_up()
         startup.end()
         numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
         self.hosts = [numbers[name] for name in names]
@@ -104,12 +107,18 @@ class MpiTransport(Transport):
         self._hanging = HangingRanks(self._failures, names, processes)
         if self.survives:  # otherwise Open MPI ends stopped ranks
             guard.before_ending(self._hanging.kill_with_stopped)
-        self._requests = Requests(self._messages, self.traffic, self._failures, self._signals)
+        self._requests = Requests(
+            self._messages, self._collectives, self.traffic, self._failures, self._signals
+        )
         self._handlers = Handlers(self._receive)
         self.poll_hooks: PollHooks | None = self._handlers
         self._polling = Polling(self._requests, self._handlers, self._failures, self._signals, pace)
         free = threads >= MPI.THREAD_MULTIPLE
         self._posting: AbstractContextManager[Any] = nullcontext() if free else self._polling.lock
+        self.side_channel: SideChannel | None = None
+        if self.survives:
+            lock = Lock() if free else self._polling.lock
+            self.side_channel = MpiSideChannel(self._control, lock, self._readmit)
         if self.progresses:
             self._polling.start()
 
@@ -183,7 +192,7 @@ class MpiTransport(Transport):
     def abandon(self, target: Request | range) -> None:
         if isinstance(target, range):
             with self._handlers.lock:
-                self._handlers.drop(lambda source, tag: tag in target)
+                self._handlers.drop_tags(target)
                 with self._polling.lock:
                     self._requests.abandon_tags(target)
             return
@@ -219,7 +228,14 @@ class MpiTransport(Transport):
         # First, so that a group that needs the rank reports its failure before requests end.
         self._polling.report_failures()
         with self._polling.lock:
-            self._requests.end_what_needs(rank)
+            self._requests.end_what_needs(rank, may_return=True)
+
+    def _readmit(self, rank: int) -> None:
+        with self._polling.lock:
+            self._failures.readmit(rank)
+        if rank not in self.failed:
+            with self._handlers.lock:
+                self._handlers.resume_source(rank)
 
     def is_revoked(self, without: int | None = None) -> bool:
         return False
@@ -232,9 +248,10 @@ class MpiTransport(Transport):
         sources, depth = [ANY_SOURCE], HANDLER_DEPTH
         if self.survives:
             sources, depth = surviving_ranks(self), 1
-        self._handlers.add(
-            sources, depth, tag, nbytes, reading_numbers(handler) if as_numbers else handler
-        )
+        handle = reading_numbers(handler) if as_numbers else handler
+        self._handlers.add(sources, depth, tag, nbytes, handle)
+        for rank in self.excluded:
+            self._handlers.add_excluded(rank, tag, nbytes, handle)
 
     def when_done(self, operation: Request | Event, action: Callable[[], None]) -> None:
         self._handlers.when_done(operation, action)
@@ -309,27 +326,37 @@ class MpiTransport(Transport):
         last, *others = surviving_ranks(self)
         if self.rank != last:
             if self.survives:
-                world.announce_exit(self._collectives, last, self._hanging)
-            world.take_leave(self._collectives, last, self.timeout)
+                world.announce_exit(self._control, last, self._hanging)
+            world.take_leave(self._control, last, self.timeout)
             return
-        world.give_leave(self._collectives, others)
+        world.give_leave(self._control, others)
         if self.survives:
-            world.leave_last(self._collectives, self._hanging, others, status)
+            world.leave_last(self._control, self._hanging, others, status)
 
 
-def _set_up() -> tuple[MPI.Intracomm, MPI.Intracomm, list[str], list[ProcessIdentity | None], int]:
-    """Return communicators for messages and collectives, and facts about all ranks.
+class _Setup(NamedTuple):
+    """Three communicators; every rank's host and process, and the cores of this rank's host.
 
-    These are the ranks' hosts and processes, and the number of cores of this rank's host. Raises
-    the errors of the transport's constructor.
+    ``control`` is for exits and for excluded ranks.
     """
+
+    messages: MPI.Intracomm
+    collectives: MPI.Intracomm
+    control: MPI.Intracomm
+    hosts: list[str]
+    processes: list[ProcessIdentity | None]
+    cores: int
+
+
+def _set_up() -> _Setup:
+    """Set up communication; raises the errors of the transport's constructor."""
     cores, problem = 0, None
     try:
         cores = cores_of_host()
     except UserError as error:
         problem = str(error)
     with world.as_failures():
-        messages, collectives = MPI.COMM_WORLD.Dup(), MPI.COMM_WORLD.Dup()
+        messages, collectives, control = (MPI.COMM_WORLD.Dup() for _ in range(3))
         own = (MPI.Get_processor_name(), ProcessIdentity.own(), problem)
         hosts, processes, problems = zip(*messages.allgather(own), strict=True)
     first_problem = next(filter(None, problems), None)
@@ -337,7 +364,7 @@ def _set_up() -> tuple[MPI.Intracomm, MPI.Intracomm, list[str], list[ProcessIden
         host = hosts[problems.index(first_problem)]
         refused = UserError(f"host {host}: {first_problem}", agreed=True)
         raise refused if messages.rank == 0 else RefusedError
-    return messages, collectives, list(hosts), list(processes), cores
+    return _Setup(messages, collectives, control, list(hosts), list(processes), cores)
 
 
 def _summary(requests: Sequence[Request]) -> str:

@@ -116,9 +116,10 @@ Receive = Callable[[Tensor, int, int], MpiRequest]
 class _MessageStream:
     """The receives posted ahead for one handler, from a rank or ``ANY_SOURCE``, in order."""
 
-    def __init__(self, source: int, tag: int, handler: Handler) -> None:
+    def __init__(self, source: int, tag: int, nbytes: int, handler: Handler) -> None:
         self.source = source
         self.tag = tag
+        self.nbytes = nbytes
         self.handler = handler
         self.posted: deque[MpiRequest] = deque()
         self.dropped = False
@@ -133,6 +134,7 @@ class Handlers:
         self._receive = receive
         # Lists are replaced, not changed: another thread may be iterating over them.
         self._inboxes: list[_MessageStream] = []
+        self._of_failed: list[_MessageStream] = []
         self._when_done: list[tuple[Request | Event, Callable[[], None]]] = []
         self._looks: list[Callable[[], None]] = []
 
@@ -141,17 +143,39 @@ class Handlers:
     ) -> None:
         """Call ``handler`` for each message with a tag; post ``depth`` receives for each source."""
         for source in sources:
-            inbox = _MessageStream(source, tag, handler)
+            inbox = _MessageStream(source, tag, nbytes, handler)
             for _ in range(depth):
                 self._post(inbox, torch.empty(nbytes, dtype=torch.uint8))
             self._inboxes = [*self._inboxes, inbox]
 
-    def drop(self, applies: Callable[[int, int], bool]) -> None:
-        """Stop handling messages for whose source and tag ``applies`` is true."""
+    def add_excluded(self, source: int, tag: int, nbytes: int, handler: Handler) -> None:
+        """Call ``handler`` for each message of an excluded rank, once it has returned."""
+        inbox = _MessageStream(source, tag, nbytes, handler)
+        self._of_failed = [*self._of_failed, inbox]
+
+    def drop_tags(self, tags: range) -> None:
+        """Stop handling messages with these tags."""
+        self._drop(lambda inbox: inbox.tag in tags)
+        self._of_failed = [inbox for inbox in self._of_failed if inbox.tag not in tags]
+
+    def drop_source(self, rank: int) -> None:
+        """Stop handling messages of a failed rank."""
+        self._of_failed = [*self._of_failed, *self._drop(lambda inbox: inbox.source == rank)]
+
+    def resume_source(self, rank: int) -> None:
+        """Handle messages of a rank again that had only been excluded."""
+        returned = [inbox for inbox in self._of_failed if inbox.source == rank]
+        self._of_failed = [inbox for inbox in self._of_failed if inbox.source != rank]
+        for inbox in returned:
+            self.add([rank], 1, inbox.tag, inbox.nbytes, inbox.handler)
+
+    def _drop(self, applies: Callable[[_MessageStream], bool]) -> list[_MessageStream]:
         # Mark them too, as another thread may be iterating over the old list.
-        for inbox in self._inboxes:
-            inbox.dropped |= applies(inbox.source, inbox.tag)
+        dropped = [inbox for inbox in self._inboxes if applies(inbox)]
+        for inbox in dropped:
+            inbox.dropped = True
         self._inboxes = [inbox for inbox in self._inboxes if not inbox.dropped]
+        return dropped
 
     def when_done(self, operation: Request | Event, action: Callable[[], None]) -> None:
         """Call ``action`` once the request has ended or the event has occurred."""
@@ -303,7 +327,7 @@ class Polling:
                 self._report_failure(self._failures.unreported.popleft())
 
     def _report_failure(self, failed: int) -> None:
-        self._handlers.drop(lambda source, tag: source == failed)
+        self._handlers.drop_source(failed)
         for action in self._failures.actions:
             action(failed)
 

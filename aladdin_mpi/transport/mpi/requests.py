@@ -188,13 +188,19 @@ class Requests:
     """
 
     def __init__(
-        self, messages: MPI.Intracomm, traffic: Traffic, failures: MpiFailures, signals: Signals
+        self,
+        messages: MPI.Intracomm,
+        collectives: MPI.Intracomm,
+        traffic: Traffic,
+        failures: MpiFailures,
+        signals: Signals,
     ) -> None:
         self.completions = 0
         self.last_news = 0.0
         self.is_idle = True
         self.untracked: frozenset[int] = frozenset()
         self._messages = messages
+        self._collectives = collectives
         self._traffic = traffic
         self._failures = failures
         self._signals = signals
@@ -420,6 +426,9 @@ class Requests:
         for request in self._pending:
             if request.tag in tags and not request.done:
                 self.abandon(request)
+        for request in self._broken:
+            request.done = True
+        self._pending.drop_all_ended()
 
     def unfinished(self, receives: bool) -> list[MpiRequest]:
         """Return the receives, or all other requests, that have not ended."""
@@ -446,18 +455,34 @@ class Requests:
         """Raise the error of a request whose failure MPI has not explained in time."""
         self._broken = {request: end for request, end in self._broken.items() if not request.done}
         for error, since in self._broken.values():
-            if time.perf_counter() - since > NAMED_WITHIN:
+            # Another rank stops all collectives if it excludes a rank, which may be this one.
+            is_explained = error.Get_error_class() == MPI.ERR_REVOKED
+            if time.perf_counter() - since > NAMED_WITHIN and not is_explained:
                 raise error
 
-    def end_what_needs(self, rank: int) -> None:
-        """End all requests that need the failed ``rank``; collectives need every rank."""
+    def end_what_needs(self, rank: int, may_return: bool = False) -> None:
+        """End all requests that need the failed ``rank``; collectives need every rank.
+
+        If it ``may_return``, receives must not match messages that it sends after that.
+        """
+        self._stop_collectives()
         for request in self._pending:
             if not request.done and (request.peer == rank or request.is_collective):
+                if may_return and request.receives and request.handle != MPI.REQUEST_NULL:
+                    request.handle.Cancel()
                 self.fail(request, rank)
         self._pending.drop_all_ended()
         for line in [line for line in self._held_back if line[0] == rank]:
             for request, _ in self._held_back.pop(line):
                 self.fail(request, rank)
+
+    def _stop_collectives(self) -> None:
+        """Stop those in progress: the others' messages must not be written into memory in use.
+
+        An excluded rank that runs again would continue them, which has crashed surviving ranks.
+        """
+        if self._failures.survives and not self._collectives.Is_revoked():
+            self._collectives.Revoke()
 
     def fail(self, request: MpiRequest, rank: int) -> None:
         """End a request by the failure of ``rank``; keep its buffer, which MPI may still use."""

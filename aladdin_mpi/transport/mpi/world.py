@@ -147,6 +147,12 @@ class MpiFailures:
         self.failed |= {rank}
         self.unreported.append(rank)
 
+    def readmit(self, rank: int) -> None:
+        """Record that a rank is not excluded any more; it may have failed meanwhile."""
+        self.excluded -= {rank}
+        if rank not in failed_ranks():
+            self.failed -= {rank}
+
 
 class HangingRanks:
     """Excluded ranks that MPI does not report as failed: they would keep the job from ending.
@@ -281,11 +287,12 @@ def _end_within(seconds: float | None, requests: list[MPI.Request]) -> None:
     """Wait until each request has ended, including by its peer's failure, or time runs out."""
     start = time.perf_counter()
     while requests and (seconds is None or time.perf_counter() - start < seconds):
-        requests = [request for request in requests if not _has_ended(request)]
+        requests = [request for request in requests if not has_ended(request)]
         time.sleep(POLL)
 
 
-def _has_ended(request: MPI.Request) -> bool:
+def has_ended(request: MPI.Request) -> bool:
+    """Return whether a request has ended, including by a failure."""
     try:
         return bool(request.Test())
     except MPI.Exception:

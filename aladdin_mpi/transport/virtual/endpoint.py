@@ -133,7 +133,7 @@ class VirtualTransport(Transport):
     models_time = shares_process = True
     needs_memory = False
     has_collectives = progresses = True
-    poll_hooks = None
+    poll_hooks = side_channel = None
 
     def __init__(self, fabric: Fabric, rank: int, size: int, pauses: Pauses) -> None:
         self.rank = rank
