@@ -4,8 +4,8 @@
 
 Workers train over MPI with ULFM in the network lab, in a run folder on a small disk. At random
 times a worker is killed, one or two are stopped by SIGSTOP, for a moment or for longer than
-`--worker-timeout`, a host's link is cut, or the disk is full. When fewer than two workers remain,
-the job ends in one of three ways in turn: by a signal, which makes it write a checkpoint, by
+`--worker-timeout`, a host's link is cut, or the disk is full; excluded workers return. When fewer
+than two workers remain, the job ends in one of three ways in turn: by a signal, which makes it write a checkpoint, by
 SIGKILL of all ranks, or because another job with another number of workers takes the run over by
 `--join`. The next job resumes from the last checkpoint. At the end the run is completed and its
 counters are compared.
@@ -26,6 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import IO, Any
@@ -82,6 +83,7 @@ class Job:
         self.observed = folder / f"observed-{number}"
         self.observed.mkdir()
         self.workers = list(range(SERVERS, SERVERS + workers))
+        self.returns: Counter[int] = Counter()
         self._lab = lab
         self.log: IO[str] = (folder / f"job-{number}.log").open("w+")
         program = ["-m", "benchmarks.programs.observed", str(self.observed), "5", "--"]
@@ -131,6 +133,16 @@ class Job:
             if self.process.poll() is not None or time.monotonic() > end:
                 raise UserError(f"the job did not reach this: {what}\n{self.said()}")
             time.sleep(0.2)
+
+    def excludes(self, rank: int) -> bool:
+        """Return whether a rank has been excluded, since its last return if any."""
+        text = f"{self.name(rank)} has sent no heartbeat"
+        return self.said().count(text) > self.returns[rank]
+
+    def returns_or_exits(self, rank: int) -> bool:
+        """Return whether an excluded rank has returned, or exited."""
+        has_returned = self.said().count(f"{self.name(rank)} has returned") > self.returns[rank]
+        return has_returned or rank not in self.pids()
 
     def wait_for_text(self, text: str) -> None:
         """Wait until the job has printed ``text``."""
@@ -316,7 +328,7 @@ class Soak:
             time.sleep(self._chance.uniform(0.2, 0.5) * self._args.worker_timeout)
         time.sleep(2.0)
         for rank in paused:
-            if f"{job.name(rank)} has sent no heartbeat" in job.said():
+            if job.excludes(rank):
                 left.remove(rank)
                 self.unexpected.append(f"rank {rank} was excluded after a short pause")
 
@@ -328,7 +340,7 @@ class Soak:
         with self._stopped(job, paused):
             self._await_exclusion(job, left, paused)
             time.sleep(self._chance.uniform(0.0, 2.0) * self._args.worker_timeout)
-        self._await_exit(job, paused)
+        self._await_return(job, left, paused)
 
     def _pause_two_for_long(self, job: Job, left: list[int]) -> None:
         self._pause_for_long(job, left, 2)
@@ -347,16 +359,21 @@ class Soak:
             time.sleep(max(0.0, self._args.cut - (time.monotonic() - start)))
         finally:
             netns.run_tool(*port, "up")
-        self._await_exit(job, cut)
+        self._await_return(job, left, cut)
 
     def _await_exclusion(self, job: Job, left: list[int], ranks: Sequence[int]) -> None:
         for rank in ranks:
             left.remove(rank)
-            job.wait_for_text(f"{job.name(rank)} has sent no heartbeat")
+            job.wait_for(f"the exclusion of {job.name(rank)}", partial(job.excludes, rank))
 
-    def _await_exit(self, job: Job, ranks: Sequence[int]) -> None:
-        """Wait until excluded ranks have found out, and exited."""
-        job.wait_for(f"the exit of {ranks}", lambda: job.pids().keys().isdisjoint(ranks))
+    def _await_return(self, job: Job, left: list[int], ranks: Sequence[int]) -> None:
+        """Wait until excluded ranks have returned, or exited as their link seemed cut."""
+        for rank in ranks:
+            job.wait_for(f"the return of {job.name(rank)}", partial(job.returns_or_exits, rank))
+            if rank in job.pids():
+                self.events["a return"] += 1
+                job.returns[rank] += 1
+                left.append(rank)
 
     def _fill_disk(self, job: Job, left: list[int]) -> None:
         """Fill the disk; after it, the next checkpoint must succeed."""
