@@ -5,10 +5,10 @@
 Workers train over MPI with ULFM in the network lab, in a run folder on a small disk. At random
 times a worker is killed, one or two are stopped by SIGSTOP, for a moment or for longer than
 `--worker-timeout`, a host's link is cut, or the disk is full; excluded workers return. When fewer
-than two workers remain, the job ends in one of three ways in turn: by a signal, which makes it write a checkpoint, by
-SIGKILL of all ranks, or because another job with another number of workers takes the run over by
-`--join`. The next job resumes from the last checkpoint. At the end the run is completed and its
-counters are compared.
+than two workers remain, the job ends in one of three ways in turn: by a signal, which makes it
+write a checkpoint, by SIGKILL of all ranks, or because another job with another number of workers
+takes the run over by `--join`. The next job resumes from the last checkpoint. At the end the run
+is completed and its counters are compared.
 """
 
 from __future__ import annotations

@@ -456,6 +456,7 @@ class DataParallel:
         caveat = "" if feed is None else feed.caveat
         if self.options.resume is not None and caveat and self.transport.rank == 0:
             guard.warn([caveat])
+        self._progress.has_begun = True
         if self.is_server:
             runner.run()
         else:

@@ -49,7 +49,7 @@ class LoopProgress:
         epoch: the present epoch of a loop by epochs.
         reductions: calls of ``run.reduce()``.
         first_epoch: the first epoch of a rank that joins during the run; else None.
-        has_begun: whether the loop has had a batch.
+        has_begun: whether the loop may have had a batch.
     """
 
     epoch: int = 0
@@ -270,7 +270,7 @@ def _reconcile(merged: MergedState, plan: TakeoverPlan) -> int:
 def _losses(
     takeover: Takeover, former: Islands, gradients: int, step: float
 ) -> list[dict[str, Any]]:
-    """Return a record of each lost rank, with the samples and gradients lost.
+    """Return a record of each lost rank, and of each that returns or could not, with the losses.
 
     ``step`` is the number of samples for each gradient.
     """
@@ -283,8 +283,25 @@ def _losses(
             "samples_lost": samples,
             "gradients_lost": 0,
             "mate": _failed_mate(takeover, former, rank),
+            "returns": None,
         }
         for rank, samples in takeover.plan.losses(step).items()
+    ]
+    returned = [
+        rank
+        for rank in sorted({*members.ranks, *members.spares})
+        if members.returned_at(rank) > takeover.plan.number
+    ]
+    if not losses and not returned:
+        returned = sorted(base.excluded)[:1]
+    losses += [
+        {
+            "rank": rank,
+            "samples_lost": 0,
+            "gradients_lost": 0,
+            "returns": rank not in base.excluded,
+        }
+        for rank in returned
     ]
     if losses:
         losses[0]["gradients_lost"] = gradients

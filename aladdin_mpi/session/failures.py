@@ -14,6 +14,8 @@ from aladdin_mpi.session.context import Context
 from aladdin_mpi.transport.base import surviving_ranks
 from aladdin_mpi.worker.role import Role
 
+LOST = "samples_lost", "gradients_lost"
+
 
 class Failures:
     """Rank 0's record of failed ranks.
@@ -48,28 +50,33 @@ class Failures:
             self._lose(rank)
 
     def take_over(self, losses: Sequence[Mapping[str, Any]]) -> None:
-        """Record the ranks whose failure has ended the previous group.
+        """Record the ranks whose failure has ended the previous group, and the losses.
 
         Each of ``losses`` has its ``rank`` in the job, its ``host``, ``what`` ("died" or "left
         out"), the numbers of samples and gradients lost with it, and the failed ``mate`` of its
-        island for which it was left out, or None.
+        island for which it was left out, or None. If the group has ended so that an excluded rank
+        ``returns``, or could, the losses are in addition to those with its exclusion.
         """
         for loss in losses:
             known = self._lasting(loss["rank"])
+            if loss["returns"] is not None:
+                self._add(loss, known)
+                continue
             record = next((each for each in known if "samples_lost" not in each), None)
             if known and record is None:
                 continue  # it was lost in an earlier segment
             record = record or self._record_coordinator(loss)
-            record |= {name: loss[name] for name in ("samples_lost", "gradients_lost")}
+            record |= {name: loss[name] for name in LOST}
 
-    def note_returned(self, ranks: Sequence[int]) -> None:
-        """Note that failures of these ranks of the job, which are present now, are over."""
-        for rank in ranks:
-            for record in self._lasting(rank):
+    def _add(self, loss: Mapping[str, Any], known: Sequence[dict[str, Any]]) -> None:
+        """Add a loss to the last record of its rank; a spare rank may have none."""
+        for record in (known or self.records)[-1:]:
+            record |= {name: record.get(name, 0) + loss[name] for name in LOST}
+            if known and loss["returns"]:
                 record["returned"] = self._moment()["samples"]
 
     def _lasting(self, rank: int) -> list[dict[str, Any]]:
-        """Return the records of failures of a rank of the job that has not returned since."""
+        """Return the records of the failures of a rank from which it has not returned."""
         return [each for each in self.records if each["rank"] == rank and "returned" not in each]
 
     def _record_coordinator(self, loss: Mapping[str, Any]) -> dict[str, Any]:

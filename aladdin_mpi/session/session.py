@@ -317,7 +317,6 @@ class Session:
         if self.coordinator is not None and known is not None:
             self.coordinator.take_over(known, drawn, of_all)
             self.coordinator.failures.take_over(losses)
-            self.coordinator.failures.note_returned([*transport.original_ranks])
         self._distribute(merged)
 
     def _distribute(self, merged: MergedState) -> None:

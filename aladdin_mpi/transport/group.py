@@ -119,6 +119,7 @@ class Group(TransportWrapper):
         self.is_excluded = False
         """Whether this rank was excluded, and may return."""
         self._needs = needs
+        self._failure_actions: list[Callable[[int], None]] = []
         self._has_left = self._hears_leaves = False
         self._first_tag = number * TAGS
         empty = torch.empty(0, dtype=torch.uint8)
@@ -142,6 +143,8 @@ class Group(TransportWrapper):
             self._revoke(rank)
         elif self.side_channel is not None and not self._hears_leaves:
             self._hear_leaves()  # if this rank returns, the group forms anew
+        for action in self._failure_actions:
+            action(rank)
 
     def revoke(self) -> None:
         """Revoke the group on all ranks, so that a rank that has returned gets a place."""
@@ -177,6 +180,7 @@ class Group(TransportWrapper):
         if not self.is_excluded:
             self._send_leaves()
         self._has_left = True
+        self._failure_actions = []  # which have references to all of this rank's part
         self.inner.abandon(range(self._first_tag, self._first_tag + TAGS))
 
     def _send_leaves(self) -> None:
@@ -274,7 +278,7 @@ class Group(TransportWrapper):
         self.inner.on_message(self._first_tag + tag, nbytes, handle, as_numbers=as_numbers)
 
     def on_failure(self, action: Callable[[int], None]) -> None:
-        self.inner.on_failure(self._until_left(action))
+        self._failure_actions = [*self._failure_actions, action]
 
     def when_done(self, operation: Request | Event, action: Callable[[], None]) -> None:
         self.inner.when_done(operation, self._until_left(action))

@@ -22,7 +22,7 @@ from aladdin_mpi.run.elasticity import (
     next_membership,
 )
 from aladdin_mpi.run.elasticity_driver import ElasticityDriver
-from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.base import Request, Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 from tests.messages import naming
 
@@ -121,7 +121,7 @@ def test_rendezvous_restarts_if_an_operation_detects_leader_failure_first(
     }
     leaders = []
 
-    def receive(base: Transport, leader: int, tag: int) -> dict[str, Any]:
+    def receive(base: Transport, leader: int, tag: int, wake: Request | None) -> dict[str, Any]:
         leaders.append(leader)
         if leader == 0:
             raise PeerFailedError(0, "host")

@@ -314,5 +314,6 @@ def test_failed_rank_ends_its_island_only(tmp_path: Path, algorithm: str, killed
     assert failures.keys() == {killed, killed ^ 1}
     assert figures["gradients_computed"] == figures["gradients_applied"]
     assert figures["test_loss"] < 0.5
-    lines = metrics(folder, "eval")
-    assert lines and all(line["test_loss"] < 1.5 for line in lines)
+    # An evaluation that the failed rank had begun has no result.
+    losses = [line["test_loss"] for line in metrics(folder, "eval") if "test_loss" in line]
+    assert losses and all(loss < 1.5 for loss in losses)

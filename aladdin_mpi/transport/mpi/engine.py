@@ -228,7 +228,7 @@ class MpiTransport(Transport):
         # First, so that a group that needs the rank reports its failure before requests end.
         self._polling.report_failures()
         with self._polling.lock:
-            self._requests.end_what_needs(rank, may_return=True)
+            self._requests.end_what_needs(rank)
 
     def _readmit(self, rank: int) -> None:
         with self._polling.lock:

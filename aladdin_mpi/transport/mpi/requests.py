@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Hashable, Iterator
+from contextlib import suppress
 from operator import itemgetter
 
 from aladdin_mpi.transport.mpi import world  # before MPI, whose start and end it configures
@@ -95,6 +96,13 @@ class MpiRequest(Request):
         self.is_collective = tag < 0 and not receives
         self.line: Hashable = id(self) if self.is_collective else (receives, peer, tag)
         """Key of the requests that MPI matches in order."""
+
+
+def _cancel(request: MpiRequest) -> None:
+    """Cancel a receive, unless a message has matched it."""
+    if request.receives:
+        with suppress(MPI.Exception):
+            request.handle.Cancel()
 
 
 class PendingRequests:
@@ -417,9 +425,19 @@ class Requests:
             self._held_back[line] = remaining
         return len(remaining) < len(queue)
 
+    def _release_abandoned(self) -> None:
+        """Release the buffers that MPI does not use any more."""
+        for request in self._abandoned:
+            _cancel(request)
+        self._abandoned = [each for each in self._abandoned if not world.has_ended(each.handle)]
+
     def abandon_tags(self, tags: range) -> None:
-        """Abandon all requests with these tags."""
+        """Abandon all requests with these tags.
+
+        Their receives stay posted until the next call, for messages that are under way.
+        """
         self.take_fresh()
+        self._release_abandoned()
         for line in [line for line in self._held_back if line[1] in tags]:
             for request, _ in self._held_back.pop(line):
                 request.done = True
@@ -460,16 +478,11 @@ class Requests:
             if time.perf_counter() - since > NAMED_WITHIN and not is_explained:
                 raise error
 
-    def end_what_needs(self, rank: int, may_return: bool = False) -> None:
-        """End all requests that need the failed ``rank``; collectives need every rank.
-
-        If it ``may_return``, receives must not match messages that it sends after that.
-        """
+    def end_what_needs(self, rank: int) -> None:
+        """End all requests that need the failed ``rank``; collectives need every rank."""
         self._stop_collectives()
         for request in self._pending:
             if not request.done and (request.peer == rank or request.is_collective):
-                if may_return and request.receives and request.handle != MPI.REQUEST_NULL:
-                    request.handle.Cancel()
                 self.fail(request, rank)
         self._pending.drop_all_ended()
         for line in [line for line in self._held_back if line[0] == rank]:
@@ -487,6 +500,7 @@ class Requests:
     def fail(self, request: MpiRequest, rank: int) -> None:
         """End a request by the failure of ``rank``; keep its buffer, which MPI may still use."""
         if request.handle != MPI.REQUEST_NULL:
+            _cancel(request)  # an excluded rank may return, whose messages are for later receives
             self._abandoned.append(request)
         request.failed = rank
         request.order = self.completions
