@@ -50,6 +50,7 @@ PASSES = (
     Pass("ulfm"),
     Pass("ulfm", ("--quick", "--failure")),
     Pass("regrouping"),
+    Pass("server_memory"),
     Pass("takeover"),
     Pass(
         "throughput",

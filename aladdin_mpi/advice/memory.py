@@ -1,4 +1,4 @@
-"""Memory of a worker by algorithm, from measurements."""
+"""Memory of workers and servers by algorithm, from measurements."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from functools import cache
 from aladdin_mpi.advice.candidates import Candidate
 from aladdin_mpi.advice.tables import read_table
 
+UNDIVIDED = 3.8
+"""Memory of every server in models, however many there are."""
 DEFAULT = "default"
 """The key of the wire format that ``--wire auto`` chooses."""
 
@@ -34,3 +36,15 @@ def worker_models(candidate: Candidate, node: int) -> tuple[float, float] | None
         return measured
     device, pinned = measured
     return 2 + device / node, 3 + pinned / node
+
+
+def server_models(candidate: Candidate, workers: int) -> float | None:
+    """Return a server's host memory, in models; None if not measured.
+
+    ``workers`` send to each server: with islands, those of a lane.
+    """
+    measured = read_table("server_memory.toml").get(candidate.algorithm)
+    if measured is None or not candidate.servers or candidate.wire:
+        return None
+    parts = measured["divided"] + workers * measured["worker"]
+    return float(UNDIVIDED + parts / candidate.servers)

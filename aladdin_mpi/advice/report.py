@@ -12,7 +12,7 @@ from aladdin_mpi.advice.bottleneck import Bottleneck, classify
 from aladdin_mpi.advice.candidate_search import NO_TIME, TIE, CandidateResult
 from aladdin_mpi.advice.candidates import REFERENCE, Candidate, ClusterTraits
 from aladdin_mpi.advice.learning import SampleEfficiency
-from aladdin_mpi.advice.memory import worker_models
+from aladdin_mpi.advice.memory import server_models, worker_models
 from aladdin_mpi.advice.options import AdviceRequest, AdviseOptions, Change
 from aladdin_mpi.comparison.plots import COLOURS, MARKERS, save
 from aladdin_mpi.process.console import number, percent, throughput
@@ -266,6 +266,17 @@ def _costs(advice: Advice) -> Iterator[str]:
             f"Memory of a worker: {device} on its GPU and {pinned} in pinned host memory, with SGD "
             "and without activations."
         )
+    if (server := _server_models(advice)) is not None:
+        yield (
+            f"Memory of a server: {server:.1f} models ({_gigabytes(server * megabytes * 1e6)}) on "
+            "its host."
+        )
+
+
+def _server_models(advice: Advice) -> float | None:
+    """Return the memory of a server of the best candidate in models; None if not measured."""
+    candidate, on = advice.best.candidate, advice.ground
+    return server_models(candidate, on.workers // (on.node if candidate.has_islands else 1))
 
 
 def _gigabytes(nbytes: float) -> str:
@@ -437,6 +448,7 @@ def as_data(advice: Advice) -> dict[str, Any]:
         ],
         "bytes_per_day_on_busiest_link": bytes_per_day(advice),
         "worker_memory_in_models": worker_models(best, on.node),
+        "server_memory_in_models": _server_models(advice),
         "scaling": advice.scaling,
         "candidates": [_entry(advice, entry) for entry in advice.entries],
     }

@@ -327,6 +327,18 @@ def test_memory_of_unmeasured_candidate_is_unknown() -> None:
     assert memory.worker_models(Candidate("bsp", 1, False, (("island", "node"),)), 2) == (3.5, 4.05)
 
 
+def test_memory_of_servers_grows_with_workers_and_is_divided_among_servers() -> None:
+    of_one, of_more, of_two = (
+        memory.server_models(Candidate("asp", servers, False), workers)
+        for servers, workers in ((1, 2), (1, 4), (2, 4))
+    )
+    assert of_one is not None and of_more is not None and of_two is not None
+    assert of_one < of_more
+    assert of_two - memory.UNDIVIDED == pytest.approx((of_more - memory.UNDIVIDED) / 2)
+    assert memory.server_models(Candidate("ar-sgd", 0, False), 4) is None
+    assert memory.server_models(Candidate("asp", 1, False, (("wire", "int8"),)), 4) is None
+
+
 NODES = ["--describe", "2 nodes with 2 workers, 25 Gbit/s, step 0.2 s", "--model", "size:40"]
 
 
