@@ -40,7 +40,9 @@ def main() -> None:
     before = resident("VmRSS")
     model = nn.Sequential(*[nn.Linear(args.width, args.width) for _ in range(LAYERS)])
     numel = sum(p.numel() for p in model.parameters())
-    rounds: dict[str, Any] = {"async_diloco": {"steps": 2}} if args.algorithm == "async-diloco" else {}
+    rounds: dict[str, Any] = (
+        {"async_diloco": {"steps": 2}} if args.algorithm == "async-diloco" else {}
+    )
     run = DataParallel(
         model,
         algorithm=args.algorithm,
