@@ -51,9 +51,8 @@ EPOCH = 1437
 FAILURE_NOTES = f"""\
 Samples/s before and after the failure of the last rank, a worker, in the middle of the run. Share:
 of the throughput per core before it, the median over the runs, with the smallest and the largest;
-with {CROWD} ranks there are a third as many runs.
-The cores in use are at most as many as the ranks. Expected: at least {BARS[RANKS]} with {RANKS}
-ranks, and {BARS[CROWD]} with {CROWD}."""
+with {CROWD} ranks there are a third as many runs. The cores in use are at most as many as the
+ranks. Expected: at least {BARS[RANKS]} with {RANKS} ranks, and {BARS[CROWD]} with {CROWD}."""
 
 
 @dataclass(frozen=True)
