@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from aladdin_mpi.errors import ExcludedError
 from aladdin_mpi.run.elasticity import (
     AwaitJoin,
     CallExcluded,
@@ -22,6 +24,7 @@ from aladdin_mpi.run.elasticity import (
     Readmitted,
     WaitOutside,
 )
+from aladdin_mpi.run.takeover import LoopProgress
 from tests.run.elasticity_schedules import OF_GROUP, Move, Node, Simulation
 from tests.run.test_elasticity import BLOCKS, PER_BLOCK
 
@@ -291,3 +294,15 @@ def test_excluded_ranks_return(block: int) -> None:
             raise AssertionError(f"schedule {seed}: {error}") from error
         returned += any(node.machine.members.returns for node in schedule.nodes)
     assert returned > SCHEDULES / 10
+
+
+def test_rank_returns_unless_others_have_called_reduce_since() -> None:
+    others = [{"epoch": 7, "reductions": 3}, {"epoch": 6, "reductions": 3}]
+    spare = LoopProgress()
+    spare.take_over(others, is_new=True)
+    assert (spare.first_epoch, spare.reductions) == (7, 3)
+    returning = LoopProgress(epoch=4, reductions=3, has_begun=True)
+    returning.take_over(others, is_new=True)
+    late = LoopProgress(epoch=4, reductions=2, has_begun=True)
+    with pytest.raises(ExcludedError, match=re.escape("run.reduce()")):
+        late.take_over(others, is_new=True)
