@@ -8,8 +8,6 @@ from functools import cache
 from aladdin_mpi.advice.candidates import Candidate
 from aladdin_mpi.advice.tables import read_table
 
-UNDIVIDED = 3.8
-"""Memory of every server in models, however many there are."""
 DEFAULT = "default"
 """The key of the wire format that ``--wire auto`` chooses."""
 
@@ -47,4 +45,4 @@ def server_models(candidate: Candidate, workers: int) -> float | None:
     if measured is None or not candidate.servers or candidate.wire:
         return None
     parts = measured["divided"] + workers * measured["worker"]
-    return float(UNDIVIDED + parts / candidate.servers)
+    return float(measured["undivided"] + parts / candidate.servers)
