@@ -61,16 +61,16 @@ class Tag(IntEnum):
     AVERAGED = 54  # answer to AVERAGE: the other model before averaging
 
 
-_LIVES = 10_000
-_TAGS_OF_LIFE = 100
+_INCARNATIONS = 10_000
+_TAGS_OF_ONE = 100
 
 
-def of_life(tag: Tag, life: int) -> int:
-    """Return the tag of messages with a rank that has returned ``life`` times.
+def of_incarnation(tag: Tag, incarnation: int) -> int:
+    """Return the tag of messages with a rank that has returned ``incarnation`` times.
 
     Messages from before its exclusion may still arrive.
     """
-    return _LIVES + _TAGS_OF_LIFE * (life % _TAGS_OF_LIFE) + tag if life else tag
+    return _INCARNATIONS + _TAGS_OF_ONE * (incarnation % _TAGS_OF_ONE) + tag if incarnation else tag
 
 
 _GENERATIONS = 1000

@@ -20,8 +20,8 @@ group until training starts, and the next group continues from the newest one of
 surviving member has its state.
 
 An excluded rank that still runs may return, as a spare rank without a state: the leader of the next
-rendezvous calls it, and the announcement readmits it on every rank. As a leader could fail while it
-announces that, a rank that has returned leads no rendezvous as long as another can.
+rendezvous invites it, and the announcement readmits it on every rank. As a leader could fail while
+it announces that, a rank that has returned leads no rendezvous as long as another can.
 """
 
 from __future__ import annotations
@@ -71,22 +71,22 @@ class Membership:
         """Return the number of the first group after a rank's last return; 0: it never returned."""
         return next((group for each, group, _ in self.returns if each == rank), 0)
 
-    def life(self, rank: int) -> int:
+    def incarnation(self, rank: int) -> int:
         """Return how often a rank has returned."""
-        return next((life for each, _, life in self.returns if each == rank), 0)
+        return next((incarnation for each, _, incarnation in self.returns if each == rank), 0)
 
-    def with_returned(self, lives: Mapping[int, int]) -> Membership:
+    def with_returned(self, incarnations: Mapping[int, int]) -> Membership:
         """Return this group with excluded ranks, and how often each has returned, as spare ranks.
 
         They return in the next group.
         """
-        others = [each for each in self.returns if each[0] not in lives]
-        now = [(rank, self.number + 1, life) for rank, life in lives.items()]
+        others = [each for each in self.returns if each[0] not in incarnations]
+        now = [(rank, self.number + 1, incarnation) for rank, incarnation in incarnations.items()]
         return replace(
             self,
-            ranks=tuple(rank for rank in self.ranks if rank not in lives),
-            servers=sum(rank not in lives for rank in self.ranks[: self.servers]),
-            spares=(*(rank for rank in self.spares if rank not in lives), *lives),
+            ranks=tuple(rank for rank in self.ranks if rank not in incarnations),
+            servers=sum(rank not in incarnations for rank in self.ranks[: self.servers]),
+            spares=(*(rank for rank in self.spares if rank not in incarnations), *incarnations),
             returns=tuple(sorted([*others, *now])),
         )
 
@@ -191,13 +191,13 @@ class Excluded:
 
 @dataclass(frozen=True)
 class RanksReturned:
-    """Excluded ranks that have answered the leader's call.
+    """Excluded ranks that have answered the leader's invitation.
 
     Attributes:
-        lives: how often each of them has returned.
+        incarnations: how often each of them has returned.
     """
 
-    lives: Mapping[int, int]
+    incarnations: Mapping[int, int]
 
 
 @dataclass(frozen=True)
@@ -248,15 +248,15 @@ class ExcludeRank:
 
 
 @dataclass(frozen=True)
-class CallExcluded:
-    """Call the excluded ranks that still run, and wait briefly for their answers."""
+class InviteExcluded:
+    """Invite the excluded ranks that still run, and wait briefly for their answers."""
 
     number: int
     """Number of the next group."""
 
 
 @dataclass(frozen=True)
-class WaitOutside:
+class AwaitReadmission:
     """Wait, as an excluded rank, until the others readmit this rank or the run ends."""
 
 
@@ -310,8 +310,8 @@ Decision: TypeAlias = (
     JoinRendezvous
     | AwaitJoin
     | ExcludeRank
-    | CallExcluded
-    | WaitOutside
+    | InviteExcluded
+    | AwaitReadmission
     | AnnounceMembers
     | WaitForPlace
     | FormGroup
@@ -525,7 +525,7 @@ class MachineState(Enum):
     """The rank waits for the others to join the rendezvous."""
     JOINING = auto()
     """The rank has joined the rendezvous, and waits for the leader."""
-    OUTSIDE = auto()
+    EXCLUDED = auto()
     """The rank is excluded, and waits for its return."""
     ENDED = auto()
 
@@ -578,13 +578,13 @@ class ElasticityMachine:
         """The newest membership known to the ranks that have joined, at the leader."""
         self._joined: dict[int, RankFacts] = {}
         """Facts of the ranks that have joined, at the leader."""
-        self._has_called = False
-        """Whether this rank has called the excluded ranks, as the leader."""
+        self._has_invited = False
+        """Whether this rank has invited the excluded ranks, as the leader."""
 
     @property
     def next_leader(self) -> int:
         """The rank that would lead a rendezvous now."""
-        eligible = [rank for rank in self.surviving if not self.members.life(rank)]
+        eligible = [rank for rank in self.surviving if not self.members.incarnation(rank)]
         return next(iter(eligible or self.surviving), self.rank)
 
     @property
@@ -655,10 +655,10 @@ class ElasticityMachine:
             case MembersArrived(members, facts_of_all):
                 return self._take_members(members, facts_of_all)
             case Excluded():
-                self.phase, self._facts = MachineState.OUTSIDE, {}
-                return (WaitOutside(),)
-            case RanksReturned(lives):
-                return self._take_back(lives)
+                self.phase, self._facts = MachineState.EXCLUDED, {}
+                return (AwaitReadmission(),)
+            case RanksReturned(incarnations):
+                return self._take_back(incarnations)
             case Readmitted(announced):
                 return self._enter(announced.members, announced.facts)
 
@@ -691,7 +691,7 @@ class ElasticityMachine:
             return (JoinRendezvous(self._leader, self.members, self._facts),)
         self.phase = MachineState.LEADING
         self._newest, self._joined = self.members, {self.rank: self._facts}
-        self._has_called = not self.may_return
+        self._has_invited = not self.may_return
         return self._await_next()
 
     def _let_join(self, rank: int, before: Membership, facts: RankFacts) -> Decisions:
@@ -713,17 +713,17 @@ class ElasticityMachine:
         awaited = [rank for rank in self.surviving if rank not in self._joined]
         if awaited:
             return (AwaitJoin(awaited[0]),)
-        if not self._has_called:
-            return (CallExcluded(self._newest.number + 1),)
+        if not self._has_invited:
+            return (InviteExcluded(self._newest.number + 1),)
         return self._decide()
 
-    def _take_back(self, lives: Mapping[int, int]) -> Decisions:
-        """Take back the ranks that have answered this leader's call."""
+    def _take_back(self, incarnations: Mapping[int, int]) -> Decisions:
+        """Take back the ranks that have answered this leader's invitation."""
         if self.phase is not MachineState.LEADING:
             return ()
-        self._has_called = True
-        self._newest = self._newest.with_returned(lives)
-        self._joined |= {rank: {} for rank in lives}
+        self._has_invited = True
+        self._newest = self._newest.with_returned(incarnations)
+        self._joined |= {rank: {} for rank in incarnations}
         return self._await_next()
 
     def _decide(self) -> Decisions:

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.control.exchange import receive_object, send_object
-from aladdin_mpi.control.tags import Tag, of_life
+from aladdin_mpi.control.tags import Tag, of_incarnation
 from aladdin_mpi.errors import ExcludedError, LostError, PeerFailedError, RefusedError
 from aladdin_mpi.process import guard
 from aladdin_mpi.run.elasticity import (
     AnnounceMembers,
     AwaitJoin,
-    CallExcluded,
+    AwaitReadmission,
     Decision,
     ElasticityMachine,
     EndRun,
@@ -29,6 +29,7 @@ from aladdin_mpi.run.elasticity import (
     Excluded,
     ExcludeRank,
     GroupRevoked,
+    InviteExcluded,
     JoinArrived,
     JoinRendezvous,
     JoinTimedOut,
@@ -38,7 +39,6 @@ from aladdin_mpi.run.elasticity import (
     RanksLost,
     RanksReturned,
     Readmitted,
-    WaitOutside,
 )
 from aladdin_mpi.run.returns import Returns
 from aladdin_mpi.session.islands import leaving
@@ -61,15 +61,18 @@ class ElasticityDriver:
         self._listens = False
         self._returns: Returns | None = None
         if machine.may_return and base.side_channel is not None:
-            self._returns = Returns(base, base.side_channel, lambda r: machine.members.life(r))
+            self._returns = Returns(base, base.side_channel, self._incarnation)
         self._look_at = 0.0
+
+    def _incarnation(self, rank: int) -> int:
+        return self._machine.members.incarnation(rank)
 
     def lost(self) -> RanksLost:
         """Return the ranks that the transport knows to have failed."""
         return RanksLost(self._base.failed)
 
     def has_returned(self) -> bool:
-        """Return whether an excluded rank has asked for a place since the last such call."""
+        """Return whether an excluded rank has requested a place since the last look."""
         if self._returns is None or not self._base.excluded or self._base.now() < self._look_at:
             return False
         self._look_at = self._base.now() + LOOK_SECONDS
@@ -117,7 +120,7 @@ class ElasticityDriver:
                     if self._returns is not None and members.returned_at(dest) == members.number:
                         self._returns.announce(announcement, dest)
                     else:
-                        tag = of_life(Tag.MEMBERS, members.life(dest))
+                        tag = of_incarnation(Tag.MEMBERS, members.incarnation(dest))
                         send_object(self._base, announcement, dest, tag)
                 for rank in self._base.excluded:
                     self._tell_excluded(rank, members.number - 1)
@@ -134,10 +137,10 @@ class ElasticityDriver:
                     return self._join(leader, before, facts)
                 case AwaitJoin(rank):
                     return self._await_join(rank)
-                case CallExcluded(number):
-                    return self._call(number)
-                case WaitOutside():
-                    return self._wait_outside()
+                case InviteExcluded(number):
+                    return self._invite(number)
+                case AwaitReadmission():
+                    return self._await_readmission()
                 case LeaveRun(lost):
                     if self._base.shares_process:
                         self._base.exclude(self._base.rank)  # does not return
@@ -161,13 +164,13 @@ class ElasticityDriver:
 
     def _join(self, leader: int, before: Membership, facts: Any) -> Event:
         self._listen()
-        life = before.life(self._base.rank)
+        incarnation = before.incarnation(self._base.rank)
         join = [asdict(before), dict(facts)]
-        sent = send_object(self._base, join, leader, of_life(Tag.JOIN, life))
+        sent = send_object(self._base, join, leader, of_incarnation(Tag.JOIN, incarnation))
         wait_ended(self._base, sent)
         with self._watching(lambda: self._notice_exclusion(leader)) as wake:
             try:
-                tag = of_life(Tag.MEMBERS, life)
+                tag = of_incarnation(Tag.MEMBERS, incarnation)
                 announced = receive_object(self._base, leader, tag, wake=wake)
             except TimeoutError:
                 return Excluded()
@@ -176,7 +179,7 @@ class ElasticityDriver:
 
     def _notice_exclusion(self, leader: int) -> bool:
         """Return whether this rank is excluded; exclude the leader if it is outside itself."""
-        if self._has_knocked(leader):
+        if self._has_requested(leader):
             self._base.exclude(leader)
         return self._is_excluded()
 
@@ -187,9 +190,9 @@ class ElasticityDriver:
     def _await_join(self, rank: int) -> Event:
         self._listen()
         is_coming = partial(self._machine.coming.__contains__, rank)
-        tag = of_life(Tag.JOIN, self._machine.newest.life(rank))
+        tag = of_incarnation(Tag.JOIN, self._machine.newest.incarnation(rank))
         try:
-            with self._watching(lambda: self._has_knocked(rank) or self._is_excluded()) as wake:
+            with self._watching(lambda: self._has_requested(rank) or self._is_excluded()) as wake:
                 join = receive_object(self._base, rank, tag, self._patience, is_coming, wake)
         except TimeoutError:
             if self._is_excluded():
@@ -198,8 +201,8 @@ class ElasticityDriver:
             return JoinTimedOut(rank)
         return JoinArrived(rank, _membership(join[0]), join[1])
 
-    def _has_knocked(self, rank: int) -> bool:
-        return self._returns is not None and self._returns.has_knocked(rank)
+    def _has_requested(self, rank: int) -> bool:
+        return self._returns is not None and self._returns.has_requested(rank)
 
     @contextmanager
     def _watching(self, is_met: Callable[[], bool]) -> Iterator[Request | None]:
@@ -227,11 +230,11 @@ class ElasticityDriver:
                     self._base.cancel(wake)
 
     # -- excluded ranks -----------------------------------------------------------------
-    def _call(self, number: int) -> Event:
+    def _invite(self, number: int) -> Event:
         if self._returns is None:
             return RanksReturned({})
-        lives = {rank: life for rank, life in self._returns.call(number).items()}
-        return RanksReturned({r: life for r, life in lives.items() if self._take_back(r)})
+        answered = self._returns.invite(number)
+        return RanksReturned({rank: n for rank, n in answered.items() if self._take_back(rank)})
 
     def _take_back(self, rank: int) -> bool:
         assert self._returns is not None
@@ -245,7 +248,7 @@ class ElasticityDriver:
         for rank in self._base.excluded.intersection(announced["facts"]):
             self._take_back(rank)
 
-    def _wait_outside(self) -> Event:
+    def _await_readmission(self) -> Event:
         base = self._base
         assert self._returns is not None
         announced = self._returns.wait(f"rank {base.rank} (host {base.host_names[base.rank]})")

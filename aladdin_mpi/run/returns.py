@@ -1,9 +1,9 @@
 """Return of excluded ranks: the messages between them and the others.
 
-An excluded rank that still runs knocks at all others. Rank 0 then revokes the group. The leader of
-the rendezvous that follows calls those that have knocked, and those that answer are in its
-announcement, which it sends to them too. Nothing waits for an excluded rank for long: it may stop
-again at any moment.
+An excluded rank that still runs sends a request to all others. Rank 0 then revokes the group. The
+leader of the rendezvous that follows invites those that have sent one, and those that answer are in
+its announcement, which it sends to them too. Nothing waits for an excluded rank for long: it may
+stop again at any moment.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from aladdin_mpi.errors import ExcludedError
 from aladdin_mpi.transport.base import SideChannel, Transport
 
 ANSWER_SECONDS = 3.0
-"""Longest wait of a leader for the answers to its call."""
+"""Longest wait of a leader for the answers to its invitation."""
 POLL = 0.02
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
-"""Seconds between two knocks: each pause is twice as long as the one before."""
+"""Seconds between two requests: each pause is twice as long as the one before."""
 
 
 class Returns:
@@ -30,20 +30,22 @@ class Returns:
     Args:
         base: the transport among all ranks of the job.
         channel: its side channel.
-        life: returns how often a rank has returned before: its older knocks do not count.
+        incarnation: returns how often a rank has returned before: older requests do not count.
     """
 
-    def __init__(self, base: Transport, channel: SideChannel, life: Callable[[int], int]) -> None:
+    def __init__(
+        self, base: Transport, channel: SideChannel, incarnation: Callable[[int], int]
+    ) -> None:
         self._base = base
         self._channel = channel
-        self._life = life
-        self._knocks: dict[int, dict[str, Any]] = {}
-        """The newest knock of each rank."""
-        self._own_life = 0
+        self._incarnation_of = incarnation
+        self._requests: dict[int, dict[str, Any]] = {}
+        """The newest request of each rank."""
+        self._own_incarnation = 0
         self._excluded_after = -1
         """The newest group after which a message has excluded this rank."""
-        self._calls: list[tuple[int, int]] = []
-        """Calls that have not been answered: the leader, and the number of the next group."""
+        self._invitations: list[tuple[int, int]] = []
+        """Invitations that have not been answered: the leader, and the number of the next group."""
         self._announced: dict[str, Any] | None = None
         self._is_over = False
 
@@ -52,22 +54,22 @@ class Returns:
         self._channel.post(packed(dict(message)).numpy().tobytes(), dest)
 
     def look(self, ranks: Collection[int]) -> bool:
-        """Read what ``ranks`` have sent; return whether one has knocked."""
-        has_knocked = False
+        """Read what ``ranks`` have sent; return whether one requests a place."""
+        has_requested = False
         for rank in ranks:
             while (message := self._channel.read(rank)) is not None:
                 read = unpacked(torch.frombuffer(bytearray(message), dtype=torch.uint8))
-                has_knocked |= self._take(rank, read)
-        return has_knocked
+                has_requested |= self._take(rank, read)
+        return has_requested
 
     def _take(self, rank: int, message: dict[str, Any]) -> bool:
         match message:
-            case {"knock": life}:
-                if life > self._life(rank):
-                    self._knocks[rank] = message
+            case {"request": incarnation}:
+                if incarnation > self._incarnation_of(rank):
+                    self._requests[rank] = message
                     return True
-            case {"call": number}:
-                self._calls.append((rank, number))
+            case {"invite": number}:
+                self._invitations.append((rank, number))
                 self._excluded_after = max(self._excluded_after, number - 1)
             case {"excluded": number}:
                 self._excluded_after = max(self._excluded_after, number)
@@ -75,7 +77,8 @@ class Returns:
                 self._is_over = True
             case {"members": members}:
                 if any(
-                    each[::2] == (self._base.rank, self._own_life) for each in members["returns"]
+                    each[::2] == (self._base.rank, self._own_incarnation)
+                    for each in members["returns"]
                 ):
                     self._announced = message
         return False
@@ -87,40 +90,40 @@ class Returns:
         return [rank for rank in range(base.size) if rank not in gone]
 
     # -- a rank that takes part in the run --------------------------------------------------
-    def has_knocked(self, rank: int) -> bool:
+    def has_requested(self, rank: int) -> bool:
         """Return whether a rank is excluded, and runs; it may be news that it is excluded."""
         self.look([rank])
-        return rank in self._knocks
+        return rank in self._requests
 
-    def call(self, number: int) -> dict[int, int]:
-        """Call the excluded ranks that have knocked; return how often each that answers returned.
+    def invite(self, number: int) -> dict[int, int]:
+        """Invite excluded ranks that request a place; return how often those that answer returned.
 
         ``number`` is that of the next group.
         """
         self.look(self._base.excluded)
-        called = self._base.excluded.intersection(self._knocks)
-        for rank in called:
-            self._post({"call": number}, rank)
+        invited = self._base.excluded.intersection(self._requests)
+        for rank in invited:
+            self._post({"invite": number}, rank)
         end = self._base.now() + ANSWER_SECONDS
         while True:
-            answered = {rank for rank in called if self._knocks[rank]["answers"] == number}
-            if answered == called or self._base.now() > end:
+            answered = {rank for rank in invited if self._requests[rank]["answers"] == number}
+            if answered == invited or self._base.now() > end:
                 break
             self._base.sleep(POLL)
-            self.look(called)
-        knocks = {rank: self._knocks.pop(rank) for rank in called}
-        for rank in called - answered:
+            self.look(invited)
+        requests = {rank: self._requests.pop(rank) for rank in invited}
+        for rank in invited - answered:
             self.tell_excluded(rank, number - 1)
-        return {rank: int(knocks[rank]["knock"]) for rank in answered}
+        return {rank: int(requests[rank]["request"]) for rank in answered}
 
     def readmit(self, rank: int) -> bool:
         """Exclude a rank no more; return whether it has not failed."""
-        self._knocks.pop(rank, None)
+        self._requests.pop(rank, None)
         self._channel.readmit(rank)
         return rank not in self._base.failed
 
     def announce(self, announcement: Mapping[str, Any], dest: int) -> None:
-        """Send the announcement of the next group to a rank that has answered the call for it."""
+        """Send the announcement of the next group to a rank that has answered the invitation."""
         self._post(announcement, dest)
 
     def tell_excluded(self, rank: int, number: int) -> None:
@@ -144,22 +147,22 @@ class Returns:
         Raises:
             ExcludedError: the run has ended. ``name`` describes this rank in the message.
         """
-        self._own_life += 1
+        self._own_incarnation += 1
         self._announced = None
-        knock_at, pause = self._base.now(), FIRST_PAUSE
+        request_at, pause = self._base.now(), FIRST_PAUSE
         while True:
-            if self._base.now() >= knock_at:
+            if self._base.now() >= request_at:
                 for rank in self._others:
-                    self._knock(rank)
-                knock_at, pause = self._base.now() + pause, min(2 * pause, LONGEST_PAUSE)
+                    self._request(rank)
+                request_at, pause = self._base.now() + pause, min(2 * pause, LONGEST_PAUSE)
             self.look(self._others)
             if self._announced is not None:
                 return self._announced
             if self._is_over or not self._others:
                 raise ExcludedError(f"the run has ended without {name}, which was excluded")
-            while self._calls:
-                self._knock(*self._calls.pop(0))
+            while self._invitations:
+                self._request(*self._invitations.pop(0))
             self._base.sleep(POLL)
 
-    def _knock(self, rank: int, answers: int = 0) -> None:
-        self._post({"knock": self._own_life, "answers": answers}, rank)
+    def _request(self, rank: int, answers: int = 0) -> None:
+        self._post({"request": self._own_incarnation, "answers": answers}, rank)

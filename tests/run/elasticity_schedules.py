@@ -191,7 +191,7 @@ class Simulation:
                 case JoinRendezvous(leader, before, reported):
                     assert leader in self.surviving or leader not in node.lost
                     join = JoinArrived(me, before, reported)
-                    self.send(me, leader, join, tag=before.life(me))
+                    self.send(me, leader, join, tag=before.incarnation(me))
                 case ExcludeRank(rank):
                     node.excluded.add(rank)
                     node.lost.add(rank)
@@ -390,12 +390,12 @@ class Simulation:
             return False
         if isinstance(message, JoinArrived):
             is_awaited = node.waiting == AwaitJoin(source)
-            if is_awaited and tag != node.machine.newest.life(source):
+            if is_awaited and tag != node.machine.newest.incarnation(source):
                 return False
             return is_awaited or source in node.excluded
         if isinstance(message, MembersArrived):
             is_awaited = isinstance(node.waiting, JoinRendezvous) and node.waiting.leader == source
-            return is_awaited and tag == node.machine.members.life(node.machine.rank)
+            return is_awaited and tag == node.machine.members.incarnation(node.machine.rank)
         return message[0] != "revoked" or message[1] <= node.machine.members.number
 
     def deliver(self, source: int, dest: int, tag: int) -> None:

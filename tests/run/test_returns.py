@@ -13,8 +13,9 @@ import pytest
 from aladdin_mpi.errors import ExcludedError
 from aladdin_mpi.run.elasticity import (
     AwaitJoin,
-    CallExcluded,
+    AwaitReadmission,
     Excluded,
+    InviteExcluded,
     JoinRendezvous,
     JoinTimedOut,
     MembersArrived,
@@ -22,7 +23,6 @@ from aladdin_mpi.run.elasticity import (
     RanksLost,
     RanksReturned,
     Readmitted,
-    WaitOutside,
 )
 from aladdin_mpi.run.takeover import LoopProgress
 from tests.run.elasticity_schedules import OF_GROUP, Move, Node, Simulation
@@ -31,8 +31,8 @@ from tests.run.test_elasticity import BLOCKS, PER_BLOCK
 SIDE = -1
 """Tag of the side channel."""
 SCHEDULES = PER_BLOCK // 2
-KNOCKS = 300
-"""Number of repeated knocks in a schedule."""
+REPEATED = 300
+"""Number of repeated requests in a schedule."""
 
 
 class ReturnSchedule(Simulation):
@@ -42,16 +42,16 @@ class ReturnSchedule(Simulation):
     """
 
     def __init__(self, seed: int) -> None:
-        self.lives: dict[int, int] = defaultdict(int)
+        self.incarnations: dict[int, int] = defaultdict(int)
         self.heard: dict[int, dict[int, tuple[int, int]]] = defaultdict(dict)
-        """For each rank the newest knock of each other rank: its life, and the call answered."""
+        """For each rank the newest request of each other: its incarnation, and what it answers."""
         self.news: set[int] = set()
-        """Ranks that have heard a knock since they last revoked a group."""
-        self.called: dict[int, set[int]] = {}
-        """Ranks that a leader has called."""
+        """Ranks that have received a request since they last revoked a group."""
+        self.invited: dict[int, set[int]] = {}
+        """Ranks that a leader has invited."""
         self.detected: dict[int, set[int]] = defaultdict(set)
         """Ranks whose failure MPI has reported, by rank."""
-        self.knocks = 0
+        self.repeated = 0
         super().__init__(seed, hangs=True, may_return=True)
         self.may_return = False  # not before they are excluded
 
@@ -82,40 +82,40 @@ class ReturnSchedule(Simulation):
     def begin_waiting(self, node: Node) -> None:
         me = node.machine.rank
         match node.waiting:
-            case CallExcluded(number):
+            case InviteExcluded(number):
                 known = self.heard[me]
-                self.called[me] = {
+                self.invited[me] = {
                     rank
                     for rank in node.excluded.intersection(known)
-                    if known[rank][0] > node.machine.newest.life(rank)
+                    if known[rank][0] > node.machine.newest.incarnation(rank)
                 }
-                for rank in self.called[me]:
-                    self.send(me, rank, ("call", number), SIDE)
-                if not self.called[me]:
+                for rank in self.invited[me]:
+                    self.send(me, rank, ("invite", number), SIDE)
+                if not self.invited[me]:
                     self.feed(node, RanksReturned({}))
-            case WaitOutside():
+            case AwaitReadmission():
                 node.group = None
                 node.is_set_up = node.has_started = False
-                self.lives[me] += 1
-                self.knock(me)
+                self.incarnations[me] += 1
+                self.request(me)
             case _:
                 super().begin_waiting(node)
 
-    def end_call(self, node: Node) -> None:
-        assert isinstance(node.waiting, CallExcluded)
-        me, number, lives = node.machine.rank, node.waiting.number, {}
-        for rank in self.called.pop(me):
-            life, answers = self.heard[me].pop(rank)
+    def end_invitation(self, node: Node) -> None:
+        assert isinstance(node.waiting, InviteExcluded)
+        me, number, incarnations = node.machine.rank, node.waiting.number, {}
+        for rank in self.invited.pop(me):
+            incarnation, answers = self.heard[me].pop(rank)
             if answers != number:
                 self.send(me, rank, ("out", number - 1), SIDE)
             elif self.readmit(node, rank):
-                lives[rank] = life
-        self.feed(node, RanksReturned(lives))
+                incarnations[rank] = incarnation
+        self.feed(node, RanksReturned(incarnations))
 
     def announce(self, node: Node, dests: Sequence[int], announced: MembersArrived) -> None:
         me, members = node.machine.rank, announced.members
         for dest in dests:
-            tag = SIDE if members.returned_at(dest) == members.number else members.life(dest)
+            tag = SIDE if members.returned_at(dest) == members.number else members.incarnation(dest)
             self.send(me, dest, announced, tag)
         for rank in node.excluded:
             self.send(me, rank, ("out", members.number - 1), SIDE)
@@ -128,13 +128,13 @@ class ReturnSchedule(Simulation):
         self.leave(node)
 
     # -- outside ----------------------------------------------------------------------------
-    def knock(self, me: int) -> None:
+    def request(self, me: int) -> None:
         for rank in set(range(self.size)) - {me}:
-            self.send(me, rank, ("knock", self.lives[me], 0), SIDE)
+            self.send(me, rank, ("request", self.incarnations[me], 0), SIDE)
 
-    def knock_again(self, me: int) -> None:
-        self.knocks += 1
-        self.knock(me)
+    def request_again(self, me: int) -> None:
+        self.repeated += 1
+        self.request(me)
 
     def resume(self, rank: int) -> None:
         super().resume(rank)
@@ -148,8 +148,8 @@ class ReturnSchedule(Simulation):
             node = self.nodes[rank]
             if node.is_hanging and self.is_excluded(rank):
                 moves.append(partial(self.resume, rank))
-            if isinstance(node.waiting, CallExcluded) and self.random.random() < 0.1:
-                moves.append(partial(self.end_call, node))
+            if isinstance(node.waiting, InviteExcluded) and self.random.random() < 0.1:
+                moves.append(partial(self.end_invitation, node))
             leads = node.group is not None and node.group.ranks[0] == rank and node.is_set_up
             if leads and rank in self.news and not (node.is_hanging or self.ends_training):
                 moves.append(partial(self.revoke, node))
@@ -158,18 +158,18 @@ class ReturnSchedule(Simulation):
     def timeouts(self) -> list[Move]:
         running = [self.nodes[rank] for rank in self.surviving if not self.nodes[rank].is_hanging]
         moves: list[Move] = [
-            partial(self.end_call, node)
+            partial(self.end_invitation, node)
             for node in running
-            if isinstance(node.waiting, CallExcluded)
+            if isinstance(node.waiting, InviteExcluded)
         ]
         moves += [
             partial(self.feed, node, JoinTimedOut(node.waiting.rank))
             for node in running
             if isinstance(node.waiting, AwaitJoin)
         ]
-        if not moves and self.knocks < KNOCKS:
-            outside = [node for node in running if isinstance(node.waiting, WaitOutside)]
-            moves += [partial(self.knock_again, node.machine.rank) for node in outside]
+        if not moves and self.repeated < REPEATED:
+            outside = [node for node in running if isinstance(node.waiting, AwaitReadmission)]
+            moves += [partial(self.request_again, node.machine.rank) for node in outside]
         others = super().timeouts()
         if others != [self.time_out]:
             return others or moves
@@ -188,9 +188,9 @@ class ReturnSchedule(Simulation):
             return False
         if isinstance(message, MembersArrived) or message[0] == "excluded":
             return True
-        if message[0] == "knock":
+        if message[0] == "request":
             return source in node.excluded or self.is_waiting_for(node, source)
-        return isinstance(node.waiting, JoinRendezvous | AwaitJoin | WaitOutside)
+        return isinstance(node.waiting, JoinRendezvous | AwaitJoin | AwaitReadmission)
 
     def deliver(self, source: int, dest: int, tag: int) -> None:
         node = self.nodes[dest]
@@ -205,15 +205,15 @@ class ReturnSchedule(Simulation):
             case ("excluded", number, rank):
                 if node.group is not None and node.group.number == number:
                     self.take_exclusion(node, rank)
-            case ("knock", life, answers):
-                if life > node.machine.newest.life(source):
-                    self.take_knock(node, source, (life, answers))
+            case ("request", incarnation, answers):
+                if incarnation > node.machine.newest.incarnation(source):
+                    self.take_request(node, source, (incarnation, answers))
             case ("out", number):
                 self.leave_rendezvous(node, number)
-            case ("call", number):
+            case ("invite", number):
                 self.leave_rendezvous(node, number)
-                if isinstance(node.waiting, WaitOutside):
-                    self.send(dest, source, ("knock", self.lives[dest], number), SIDE)
+                if isinstance(node.waiting, AwaitReadmission):
+                    self.send(dest, source, ("request", self.incarnations[dest], number), SIDE)
             case MembersArrived() as announced:
                 self.take_back(node, announced)
 
@@ -228,8 +228,8 @@ class ReturnSchedule(Simulation):
         leads = isinstance(waiting, JoinRendezvous) and waiting.leader == rank
         return leads or waiting == AwaitJoin(rank)
 
-    def take_knock(self, node: Node, rank: int, knock: tuple[int, int]) -> None:
-        self.heard[node.machine.rank][rank] = knock
+    def take_request(self, node: Node, rank: int, request: tuple[int, int]) -> None:
+        self.heard[node.machine.rank][rank] = request
         self.news.add(node.machine.rank)
         if rank not in node.excluded:
             if node.waiting == AwaitJoin(rank):
@@ -238,23 +238,23 @@ class ReturnSchedule(Simulation):
                 node.excluded.add(rank)
                 node.lost.add(rank)
                 self.carry_out(node, RanksLost(frozenset(node.lost)))
-        self.end_complete_call(node)
+        self.end_complete_invitation(node)
 
     def leave_rendezvous(self, node: Node, number: int) -> None:
         meets = isinstance(node.waiting, JoinRendezvous | AwaitJoin)
         if meets and number >= node.machine.members.number:
             self.feed(node, Excluded())
 
-    def end_complete_call(self, node: Node) -> None:
-        if isinstance(node.waiting, CallExcluded):
-            heard, called = self.heard[node.machine.rank], self.called[node.machine.rank]
-            if all(heard[rank][1] == node.waiting.number for rank in called):
-                self.end_call(node)
+    def end_complete_invitation(self, node: Node) -> None:
+        if isinstance(node.waiting, InviteExcluded):
+            heard, invited = self.heard[node.machine.rank], self.invited[node.machine.rank]
+            if all(heard[rank][1] == node.waiting.number for rank in invited):
+                self.end_invitation(node)
 
     def take_back(self, node: Node, announced: MembersArrived) -> None:
         me = node.machine.rank
-        is_mine = announced.members.life(me) == self.lives[me]
-        if not (isinstance(node.waiting, WaitOutside) and is_mine):
+        is_mine = announced.members.incarnation(me) == self.incarnations[me]
+        if not (isinstance(node.waiting, AwaitReadmission) and is_mine):
             return
         for rank in node.excluded.intersection(announced.facts):
             self.readmit(node, rank)
@@ -266,7 +266,9 @@ class ReturnSchedule(Simulation):
     # -- invariants ---------------------------------------------------------------------------
     @property
     def outside(self) -> set[int]:
-        return {node.machine.rank for node in self.nodes if isinstance(node.waiting, WaitOutside)}
+        return {
+            node.machine.rank for node in self.nodes if isinstance(node.waiting, AwaitReadmission)
+        }
 
     @property
     def without_state(self) -> set[int]:
