@@ -85,7 +85,8 @@ def test_surviving_ranks_continue_after_a_worker_hangs(
     assert figures["samples_lost"] == failure["samples_lost"] < EPOCH
     lost = figures.get("gradients_lost", 0)
     assert figures["gradients_computed"] == figures["gradients_applied"] + lost
-    assert BATCH * figures["gradients_computed"] >= samples - figures["samples_lost"]
+    if algorithm in SERVED:  # which count the failed worker's gradients too
+        assert BATCH * figures["gradients_computed"] >= samples - figures["samples_lost"]
     assert rises(metrics(run, "train"))
 
 
