@@ -432,7 +432,7 @@ class Requests:
         self._abandoned = [each for each in self._abandoned if not world.has_ended(each.handle)]
 
     def abandon_tags(self, tags: range) -> None:
-        """Abandon all requests with these tags.
+        """Abandon all requests with these tags, and collectives, as their group has ended.
 
         Their receives stay posted until the next call, for messages that are under way.
         """
@@ -442,7 +442,7 @@ class Requests:
             for request, _ in self._held_back.pop(line):
                 request.done = True
         for request in self._pending:
-            if request.tag in tags and not request.done:
+            if (request.tag in tags or request.is_collective) and not request.done:
                 self.abandon(request)
         for request in self._broken:
             request.done = True
