@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -110,6 +111,29 @@ def publish(
         paths = write_result(files, found.title, found.rows, command, notes, facts, args.save)
         print(f"written: {' '.join(map(str, paths))}")
     return 1 if args.check and found.missed else 0
+
+
+def reports(ranks: int, args: Sequence[str], timeout: float, count: int) -> list[dict[str, Any]]:
+    """Run this Python over MPI in a temporary folder; return the ``count`` lines of JSON it prints.
+
+    Raises:
+        UserError: the run failed.
+    """
+    command = mpirun_here(ranks, args, ["--oversubscribe"])
+    with tempfile.TemporaryDirectory() as place:
+        done = subprocess.run(
+            command,
+            env=environment(),
+            cwd=place,
+            timeout=timeout,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or len(lines) != count:
+        raise UserError(f"{shlex.join(args)}: the run failed:\n{done.stdout}{done.stderr}")
+    return lines
 
 
 def run_here(

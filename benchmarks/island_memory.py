@@ -10,14 +10,10 @@ machine; AdamW; islands of two.
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import ALGORITHMS
 from benchmarks import harness, quick
 from benchmarks.bounds import whole
@@ -46,20 +42,7 @@ def measure(name: str, kind: str, width: int) -> float:
     """Return the memory of a worker in models."""
     servers = PARTS if ALGORITHMS[name].has_servers else 0
     words = ["--algorithm", name, "--kind", kind, "--servers", str(PARTS), "--width", str(width)]
-    command = harness.mpirun_here(WORKERS + servers, ["-m", PROGRAM, *words], ["--oversubscribe"])
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            command,
-            env=harness.environment(),
-            cwd=folder,
-            timeout=LIMIT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or len(lines) != WORKERS:
-        raise UserError(f"{name}, {kind}: the run failed:\n{done.stdout}{done.stderr}")
+    lines = harness.reports(WORKERS + servers, ["-m", PROGRAM, *words], LIMIT, WORKERS)
     return max(float(line["models"]) for line in lines)
 
 

@@ -9,16 +9,12 @@ One or two servers and two or four workers on the CPUs of this machine, with SGD
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from typing import Any
 
 from aladdin_mpi.advice.candidates import Candidate
 from aladdin_mpi.advice.memory import server_models
-from aladdin_mpi.errors import UserError
 from benchmarks import harness, quick
 from benchmarks.bounds import whole
 from benchmarks.machine import machine
@@ -49,20 +45,7 @@ QUICK = {"algorithm": ["asp"], "width": 300}
 def measure(name: str, servers: int, workers: int, width: int) -> float:
     """Return the memory of a server in models."""
     words = ["--algorithm", name, "--servers", str(servers), "--width", str(width)]
-    command = harness.mpirun_here(servers + workers, ["-m", PROGRAM, *words], ["--oversubscribe"])
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            command,
-            env=harness.environment(),
-            cwd=folder,
-            timeout=LIMIT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or len(lines) != servers:
-        raise UserError(f"{name}: the run failed:\n{done.stdout}{done.stderr}")
+    lines = harness.reports(servers + workers, ["-m", PROGRAM, *words], LIMIT, servers)
     return max(float(line["models"]) for line in lines)
 
 

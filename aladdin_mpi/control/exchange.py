@@ -204,7 +204,7 @@ def _receive(
         transport.wait(announced)
     elif first:
         transport.cancel(announced)
-        if not size:  # nothing has arrived meanwhile
+        if not size:  # nothing has arrived since
             raise TimeoutError
     data = torch.empty(int(size), dtype=torch.uint8)
     transport.wait(transport.irecv(data, source, tag))

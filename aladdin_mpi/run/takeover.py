@@ -67,7 +67,7 @@ class LoopProgress:
         Raises:
             LostError: some workers have completed a call of ``run.reduce()`` in which others would
                 wait for ever.
-            ExcludedError: this rank returns after an exclusion, and its loop is behind such calls.
+            ExcludedError: this rank was excluded, and the others have made such calls since.
         """
         counts = {each["reductions"] for each in others}
         if len(counts) > 1:
@@ -78,7 +78,7 @@ class LoopProgress:
             if self.has_begun and self.reductions not in counts:
                 raise ExcludedError(
                     "a rank that was excluded cannot return, because the other workers have "
-                    "called run.reduce() or run.gather() meanwhile; it exits"
+                    "called run.reduce() or run.gather() since; it exits"
                 )
             (self.reductions,) = counts
             self.epoch = self.first_epoch = max(each["epoch"] for each in others)

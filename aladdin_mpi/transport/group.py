@@ -142,7 +142,7 @@ class Group(TransportWrapper):
         if self._needs(rank):
             self._revoke(rank)
         elif self.side_channel is not None and not self._hears_leaves:
-            self._hear_leaves()  # if this rank returns, the group forms anew
+            self._hear_leaves()  # if this rank returns, a new group is formed
         for action in self._failure_actions:
             action(rank)
 
@@ -175,7 +175,7 @@ class Group(TransportWrapper):
         """End all operations in the group, and notify the others; later messages are ignored.
 
         The others may not need the rank whose failure this rank has detected. An excluded rank
-        does not notify them, as they go on without it.
+        does not notify them, as they continue without it.
         """
         if not self.is_excluded:
             self._send_leaves()

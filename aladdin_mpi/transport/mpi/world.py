@@ -148,7 +148,7 @@ class MpiFailures:
         self.unreported.append(rank)
 
     def readmit(self, rank: int) -> None:
-        """Record that a rank is not excluded any more; it may have failed meanwhile."""
+        """Record that a rank is not excluded any more; it may have failed since."""
         self.excluded -= {rank}
         if rank not in failed_ranks():
             self.failed -= {rank}
