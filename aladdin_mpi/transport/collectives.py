@@ -17,8 +17,12 @@ from torch import Tensor
 from aladdin_mpi.transport.base import Request, Transport, as_bytes
 
 SMALL = 64 * 1024
-"""Largest size for which an all-reduce uses a tree and an all-gather Bruck's algorithm, which need
-few messages; larger ones use a ring, which moves the fewest bytes."""
+"""Largest size for which an all-reduce uses a tree, which needs few messages; larger ones use a
+ring, which moves the fewest bytes. Also the largest part of which an all-to-all sends one to each
+rank at once."""
+SMALL_GATHER = 512 * 1024
+"""Largest size for which an all-gather uses Bruck's algorithm, which has log2(n) steps; a larger
+one uses a ring, which leaves each host once. As in MPICH."""
 RING_RANKS = 32
 """Largest number of ranks for which a long all-reduce uses the ring. With more, its 2(n-1)
 sequential messages cost more than their bytes; halving and doubling takes 2 log2(n) for the same
@@ -261,7 +265,7 @@ def _halving_allreduce(channel: Channel, vector: _Buffer) -> Steps:
 def allgather(channel: Channel, buffer: Tensor, gathered: Tensor) -> Steps:
     """Gather by Bruck's algorithm if the buffer is small, otherwise around a ring."""
     mine, every = _Buffer.of_bytes(buffer), _Buffer.of_bytes(gathered)
-    if gathered.nbytes <= SMALL:
+    if gathered.nbytes <= SMALL_GATHER:
         yield from _bruck_allgather(channel, mine, every)
         return
     rank, size = channel.rank, channel.size
@@ -294,11 +298,16 @@ def _bruck_allgather(channel: Channel, mine: _Buffer, every: _Buffer) -> Steps:
 
 
 def alltoall(channel: Channel, buffer: Tensor, received: Tensor) -> Steps:
-    """Exchange parts pairwise, with one partner after the other."""
+    """Exchange small parts with all others at once, larger ones with one pair after the other."""
     rank, size = channel.rank, channel.size
     outgoing = _Buffer.of_bytes(buffer).blocks(size)
     incoming = _Buffer.of_bytes(received).blocks(size)
     _copy(incoming[rank], outgoing[rank])
+    started: list[Request] = []
     for step in range(1, size):
         dest, source = (rank + step) % size, (rank - step) % size
-        yield channel.send(dest, outgoing[dest]), channel.receive(source, incoming[source])
+        started += channel.send(dest, outgoing[dest]), channel.receive(source, incoming[source])
+        if buffer.nbytes > SMALL * size:
+            yield started
+            started = []
+    yield started
