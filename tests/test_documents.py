@@ -1,4 +1,4 @@
-"""Links between documents lead to existing files and headings."""
+"""Links between documents have targets, and lists of options are complete."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from aladdin_mpi.options.run import RESUME_FIELDS
 from tests.launch import ROOT
 
 DOCUMENTS = sorted(
@@ -39,3 +40,11 @@ def test_document_links_have_targets(document: Path) -> None:
 
 def test_readme_has_at_most_120_lines() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_guide_lists_all_options_that_a_resumed_run_may_change() -> None:
+    text = (ROOT / "docs" / "failures.md").read_text()
+    listed = re.search("You can change only these options:\n\n`(.*)`\n", text)
+    assert listed is not None
+    names = {f"--{name.replace('_', '-')}" for name in RESUME_FIELDS - {"join", "resume"}}
+    assert listed[1].split() == sorted(names)

@@ -160,11 +160,12 @@ def receive_object(
 ) -> Any:
     """Receive a value sent by :func:`send_object`.
 
-    ``timeout`` in seconds replaces the transport's, except if ``unless()`` is true when it expires.
+    ``timeout`` in seconds replaces the transport's, for each of its two messages, except if
+    ``unless()`` is true when it expires.
 
     Raises:
         PeerFailedError: ``source`` has failed.
-        TimeoutError: nothing arrived in that time, or before ``wake`` ended.
+        TimeoutError: it did not arrive in that time, or before ``wake`` ended.
     """
     return unpacked(_receive(transport, source, tag, timeout, unless, wake))
 
@@ -195,20 +196,21 @@ def _receive(
     unless: Callable[[], bool] = lambda: False,
     wake: Request | None = None,
 ) -> Tensor:
-    size = torch.zeros(1, dtype=torch.int64)
-    announced = transport.irecv(size, source, tag)
-    first = transport.wait_any([announced] if wake is None else [announced, wake], timeout)
-    if first < 0:
-        if not unless():
-            raise TimeoutError
-        transport.wait(announced)
-    elif first:
-        transport.cancel(announced)
-        if not size:  # nothing has arrived since
-            raise TimeoutError
-    data = torch.empty(int(size), dtype=torch.uint8)
-    transport.wait(transport.irecv(data, source, tag))
-    return data
+    wakes = [] if wake is None else [wake]
+
+    def receive(buffer: Tensor) -> Tensor:
+        request = transport.irecv(buffer, source, tag)
+        first = transport.wait_any([request, *wakes], timeout)
+        if first < 0 and unless():
+            first = transport.wait_any([request, *wakes])
+        if first:
+            transport.cancel(request)
+            if not request.nbytes:  # nothing has arrived since
+                raise TimeoutError
+        return buffer
+
+    size = receive(torch.zeros(1, dtype=torch.int64))
+    return receive(torch.empty(int(size), dtype=torch.uint8))
 
 
 def barrier(transport: Transport) -> None:

@@ -42,7 +42,7 @@ from aladdin_mpi.run.elasticity import (
 )
 from aladdin_mpi.run.returns import Returns
 from aladdin_mpi.session.islands import leaving
-from aladdin_mpi.transport.base import Request, Transport, wait_ended
+from aladdin_mpi.transport.base import Request, Transport
 
 LOOK_SECONDS = 0.25
 """Seconds between two looks for messages to or from excluded ranks."""
@@ -167,12 +167,13 @@ class ElasticityDriver:
         incarnation = before.incarnation(self._base.rank)
         join = [asdict(before), dict(facts)]
         sent = send_object(self._base, join, leader, of_incarnation(Tag.JOIN, incarnation))
-        wait_ended(self._base, sent)
         with self._watching(lambda: self._notice_exclusion(leader)) as wake:
             try:
                 tag = of_incarnation(Tag.MEMBERS, incarnation)
                 announced = receive_object(self._base, leader, tag, wake=wake)
             except TimeoutError:
+                for request in sent:  # which the leader may never receive
+                    self._base.abandon(request)
                 return Excluded()
         self._readmit(announced)
         return _announced(announced)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import EPOCH, end_of, metrics, refusal, rises, summary, train, training
-from tests.launch import Job, needs
+from tests.launch import Completed, Job, needs
 from tests.messages import check_names
 from tests.run.jobs import ULFM, checkpoints, samples_so_far, wait_until
 
@@ -37,6 +37,18 @@ def stop(job: Job, run_dir: Path, rank: int) -> int:
     return pid
 
 
+def suspend_after_another_epoch(job: Job, run_dir: Path, first: int) -> Completed:
+    """Suspend the job by its first rank once it has trained on, and check how it ends."""
+    enough = samples_so_far(run_dir) + EPOCH
+    wait_until(job, lambda: samples_so_far(run_dir) >= enough)
+    os.kill(job.pid(first), signal.SIGUSR1)
+    completed = job.wait(60)
+    assert completed.returncode == SUSPENDED, repr(completed)
+    assert "Traceback" not in completed.stderr, repr(completed)
+    assert end_of(str(run_dir), 10)
+    return completed
+
+
 @pytest.mark.parametrize(
     ("algorithm", "returns"),
     [
@@ -61,10 +73,7 @@ def test_surviving_ranks_continue_after_a_worker_hangs(
             job.wait_for(f"rank 2 (host {host()}) was excluded")
             job.wait_for(f"rank 2 (host {host()}) has returned")
             job.wait_for("the run continues with")
-        enough = samples_so_far(run) + EPOCH
-        wait_until(job, lambda: samples_so_far(run) >= enough)
-        os.kill(job.pid(0), signal.SIGUSR1)
-        completed = job.wait(60)
+        completed = suspend_after_another_epoch(job, run, 0)
         named = [line for line in completed.stderr.splitlines() if "no heartbeat" in line]
         check_names(
             named[0],
@@ -72,9 +81,6 @@ def test_surviving_ranks_continue_after_a_worker_hangs(
             "excluded",
             "with 2 workers" if algorithm in SERVED else "with 3 workers",
         )
-        assert "Traceback" not in completed.stderr, repr(completed)
-        assert completed.returncode == SUSPENDED, repr(completed)
-    assert end_of(str(run), 10)
     samples = metrics(run)[-1]["samples"] + 3 * EPOCH
     train(4, None, "--resume", run, "--samples", samples, mpirun=ULFM)
     figures = summary(run)
@@ -151,13 +157,7 @@ def test_rank_that_does_not_join_in_time_returns(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGCONT)
         job.wait_for(f"rank 2 (host {host()}) has returned")
         job.wait_for("the run continues with 3 workers")
-        enough = samples_so_far(run) + EPOCH
-        wait_until(job, lambda: samples_so_far(run) >= enough)
-        os.kill(job.pid(1), signal.SIGUSR1)
-        completed = job.wait(60)
-    assert completed.returncode == SUSPENDED, repr(completed)
-    assert "Traceback" not in completed.stderr, repr(completed)
-    assert end_of(str(run), 10)
+        suspend_after_another_epoch(job, run, 1)
 
 
 @pytest.mark.parametrize(
