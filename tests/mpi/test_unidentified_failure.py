@@ -55,6 +55,25 @@ def test_operation_ended_by_failure_raises_once_failed_rank_is_known(
     assert caught.value.rank == 1
 
 
+@pytest.mark.parametrize("in_time", [False, True])
+def test_sum_started_before_its_rank_notices_a_failure_ends(
+    transport: MpiTransport, failed_ranks: set[int], in_time: bool
+) -> None:
+    """The progress thread notices the failure before it takes the sum, or before MPI ends it."""
+    request = MpiRequest("Iallreduce", None, receives=False)
+    if in_time:
+        transport._requests.begin(request)
+    failed_ranks.add(1)
+    time.sleep(2 * world.LOOK_FOR_FAILURES)
+    transport._requests._look_for_failures()
+    if not in_time:
+        transport._requests._pending.add(request)
+        transport._requests._meet_failure(request, MPI.Exception(MPI.ERR_REVOKED))
+    with pytest.raises(PeerFailedError) as caught:
+        transport.test(request)
+    assert caught.value.rank == 1
+
+
 @pytest.mark.parametrize("error", [MPI.ERR_PROC_FAILED, MPI.ERR_OTHER])
 def test_operation_ended_by_unidentified_failure_raises_after_time_limit(
     transport: MpiTransport, monkeypatch: pytest.MonkeyPatch, error: int

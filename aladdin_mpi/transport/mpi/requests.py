@@ -271,8 +271,8 @@ class Requests:
         # Requests added at the same time are left to the next poll, or this one might not end.
         for _ in range(len(self._fresh)):
             request = self._fresh.popleft()
-            if request.peer in self._failures.failed and not request.done:
-                self.fail(request, request.peer)
+            if not request.done and (lost := self._lost_rank(request)) is not None:
+                self.fail(request, lost)
             elif request.receives:
                 self._post_receive(request)
                 self._complete_announced(request, status)
@@ -466,8 +466,19 @@ class Requests:
             self.fail(request, request.peer)
             return
         self._look_for_failures(at_once=True)  # ends every collective
-        if not request.done:
+        if request.done:
+            return
+        if (lost := self._lost_rank(request)) is not None:  # which was known before it was posted
+            self.fail(request, lost)
+        else:
             self._broken[request] = error, time.perf_counter()  # a later query will end it
+
+    def _lost_rank(self, request: MpiRequest) -> int | None:
+        """Return a failed rank that a request needs, if any; collectives need every rank."""
+        failed = self._failures.failed
+        if request.is_collective:
+            return min(failed, default=None)
+        return request.peer if request.peer in failed else None
 
     def _check_named(self) -> None:
         """Raise the error of a request whose failure MPI has not explained in time."""
