@@ -174,6 +174,8 @@ class MultistepWorker(TrainingWorker):
         if not piece.gathering:
             return
         piece.finish()
+        if piece.gathering:  # the group is revoked, which the next step reports
+            return
         self.gathering -= 1
         if not self.gathering:
             with self.worker.transport.atomic():

@@ -101,7 +101,10 @@ class LayerPiece(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait for all ranks' parts, if they are in flight, and store them."""
+        """Wait for all ranks' parts, if they are in flight, and store them.
+
+        If the group is revoked meanwhile, they remain in flight.
+        """
 
 
 class GradientPiece(LayerPiece):
@@ -154,7 +157,8 @@ class GradientPiece(LayerPiece):
         if not self.gathering:
             return
         assert self._moving is not None
-        self.context.order.wait(self._moving)
+        if not self.context.order.wait(self._moving):
+            return
         values, _ = self.context.weights.fetch(self._gathered[: self.bucket.numel])
         copy(self.context.x[self.bucket.part], values)
         self._moving = None
@@ -355,7 +359,8 @@ class DenseWeight(LayerPiece):
         if not self.gathering:
             return
         assert self._moving is not None
-        self.context.order.wait(self._moving)
+        if not self.context.order.wait(self._moving):
+            return
         if not self.context.x.is_meta:
             blocks, _ = self.context.weights.fetch(self._gathered)
             for columns, block in zip(self._columns, blocks.view(self.context.n, -1), strict=True):

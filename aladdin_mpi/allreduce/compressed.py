@@ -102,8 +102,11 @@ class InOrder:
     def _is_full(self, in_flight: list[Request]) -> bool:
         return self._most is not None and len(in_flight) >= self._most
 
-    def wait(self, queued: Queued) -> None:
-        """Wait until a queued collective has ended."""
+    def wait(self, queued: Queued) -> bool:
+        """Wait until a queued collective has ended; return whether it has.
+
+        It has not if the group is revoked, and the wait may not raise an error.
+        """
         self._launch()
         while queued.request is None:
             # Not started: other collectives or a copy from the GPU come first.
@@ -112,8 +115,12 @@ class InOrder:
                 self._transport.wait_any(in_flight)
             else:
                 self._transport.sleep(EVENT_POLL)
+            if self._transport.is_revoked():
+                self._transport.wait_any(())  # raises, if it may
+                return False
             self._launch()
         self._transport.wait(queued.request)
+        return queued.request.done
 
 
 @dataclass(eq=False)

@@ -265,9 +265,9 @@ def describe(transport: Transport, how: str) -> str:
 
 
 FIRST_TAG = 10_000
-TAGS = 5_000
+TAGS = 3_000
 """Number of tags: each bucket has its own, so that several sums can be in progress."""
-GENERATIONS = 4
+GENERATIONS = 10
 """Number of generations of tags, see `RingAllReduce`."""
 
 

@@ -81,6 +81,7 @@ class SurvivingSums:
         self._transport = transport
         self._wire_dtype = wire_dtype
         # Two, since a rank may request the sums of the last step during the next one.
+        self._new_vector = new_vector
         self._totals = [new_vector(), new_vector()]
         self._device = self._totals[0].device
         self._members = list(range(transport.size))
@@ -92,6 +93,7 @@ class SurvivingSums:
         self._is_broken = False
         self._all_reduce = self._make()
         transport.on_failure(self._lose)
+        self._lose_failed()
 
     def _make(self) -> AllReduce:
         transport, dtype = self._transport, self._wire_dtype
@@ -174,6 +176,12 @@ class SurvivingSums:
         if rank in self._members:
             self._all_reduce.abandon(rank)
 
+    def _lose_failed(self) -> None:
+        """Abandon the sums of a new all-reduce if a member failed before it was made."""
+        with self._transport.atomic():
+            for rank in self._transport.failed.intersection(self._members):
+                self._lose(rank)
+
     def _recover(self) -> bool:
         """Regroup without failed ranks; return whether another rank had this step's sums."""
         while True:
@@ -230,6 +238,10 @@ class SurvivingSums:
         self._generation += 1
         self._is_broken = False
         self._all_reduce = self._make()
+        self._lose_failed()
+        if self._device.type == "cpu":
+            # Messages of abandoned sums may still arrive in the memory in which they were added.
+            self._totals[self._steps % 2] = self._new_vector()
 
     def _send_last_sums(self, agreement: _Agreement) -> None:
         """Send the last step's sums to ranks that lack them, if this rank has them first."""

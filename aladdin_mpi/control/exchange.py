@@ -77,8 +77,8 @@ def allreduce_tensor(transport: Transport, values: Tensor) -> None:
     if transport.rank:
         transport.wait(transport.isend(values, 0, Tag.SETUP))
     else:
-        other = torch.empty_like(values)
         for source in surviving_ranks(transport)[1:]:
+            other = torch.empty_like(values)  # an excluded rank may still write into it
             with suppress(PeerFailedError):
                 transport.wait(transport.irecv(other, source, Tag.SETUP))
                 values.add_(other)

@@ -8,9 +8,14 @@ if it comes back, and waits for another place or exits.
 A standby, the first of the other ranks, watches rank 0. The others send heartbeats to it as
 well, so that it can distinguish a hanging rank 0 from a failure of its link. If the others
 can continue without rank 0, the standby excludes it.
+
+If a cut link separates rank 0 from its standby, only one side may continue, as both would write
+to the same files. The side with more ranks is the first to claim the run, if its ranks do not hang.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -24,6 +29,9 @@ SIGNS = 6
 """Number of heartbeats that a rank sends within the timeout."""
 STANDBY_PATIENCE, PATIENCE = 1.5, 3.0
 """Multiples of the timeout after which the standby and the other ranks give up rank 0."""
+MINORITY_PATIENCE = 2.5
+"""Multiple of the timeout after which rank 0 continues without its standby and most ranks, unless
+they continue without it."""
 GOODBYE = 1
 """Marks a rank's last heartbeat."""
 
@@ -32,13 +40,21 @@ class Heartbeats:
     """The heartbeats of one rank; to be created and closed on every rank.
 
     The transport's thread sends them, so that a rank that computes for a long time sends them too.
-    After a pause, a rank gives the others time to send heartbeats again. ``timeout`` is
-    the number of seconds without a heartbeat after which a rank is excluded; 0: never.
+    After a pause, a rank gives the others time to send heartbeats again.
+
+    Args:
+        timeout: number of seconds without a heartbeat after which a rank is excluded; 0: never.
+        claim: claims the run for the side of a cut link on which this rank is; returns whether it
+            is the first, on any rank, to do so.
     """
 
-    def __init__(self, transport: Transport, timeout: float) -> None:
+    def __init__(
+        self, transport: Transport, timeout: float, claim: Callable[[], bool] = lambda: True
+    ) -> None:
         self._transport = transport
         self._timeout = timeout
+        self._claim = claim
+        self._has_claimed = False
         self._heard: dict[int, float] = {}
         self._last_check = transport.now()
         # Without a progress thread a computing rank would seem to hang.
@@ -101,8 +117,10 @@ class Heartbeats:
 
     def _judge(self, now: float) -> None:
         if self._transport.rank == 0:
-            for other in self._silent(now, self._timeout):
-                self._cut_off(other)
+            silent = self._silent(now, self._timeout)
+            if silent and self._may_continue(now):
+                for other in silent:
+                    self._cut_off(other)
             return
         is_standby = self._transport.rank == self._standby
         patience = STANDBY_PATIENCE if is_standby else PATIENCE
@@ -112,6 +130,34 @@ class Heartbeats:
     def _silent(self, now: float, limit: float) -> list[int]:
         failed = self._transport.failed
         return [r for r, heard in self._heard.items() if now - heard > limit and r not in failed]
+
+    def _may_continue(self, now: float) -> bool:
+        """Return whether rank 0 may exclude silent ranks now.
+
+        Raises:
+            CutOffError: their standby continues without this rank.
+        """
+        standby = self._standby
+        # All ranks behind a cut link become silent within the time between two heartbeats.
+        silent = self._silent(now, self._timeout * (1 - 2 / SIGNS))
+        majority = 2 * len(silent) - len(surviving_ranks(self._transport))
+        if standby not in silent or majority < 0 or not self._may_be_cut_from(standby):
+            return True
+        if majority > 0 and now - self._heard[standby] < MINORITY_PATIENCE * self._timeout:
+            return False
+        if self._claims():
+            return True
+        raise self._cut_off_error(self._silence_of(standby))
+
+    def _may_be_cut_from(self, other: int) -> bool:
+        """Return whether rank 0 and the standby could both continue, as a link is cut."""
+        hosts = self._transport.hosts
+        rest_continues = self._transport.survives and self._transport.is_revoked(without=0)
+        return rest_continues and hosts[other] != hosts[self._transport.rank]
+
+    def _claims(self) -> bool:
+        self._has_claimed = self._has_claimed or self._claim()
+        return self._has_claimed
 
     def _cut_off(self, silent: int) -> None:
         """Exclude a rank and notify all; called on rank 0, or for rank 0 on the standby."""
@@ -135,14 +181,23 @@ class Heartbeats:
 
     def _continue_without_rank_0(self, now: float, is_standby: bool) -> None:
         """Continue without rank 0, or end the job, or only this rank if its own link is down."""
-        silence = f"{self._name(0)} has sent no heartbeat for {now - self._heard[0]:.0f} s"
+        silence = self._silence_of(0)
         if is_standby and self._transport.is_revoked(without=0) and self._hears_most(now):
-            self._cut_off(0)
-            return
+            if not self._may_be_cut_from(0) or self._claims():
+                self._cut_off(0)
+                return
+            raise self._cut_off_error(silence)
         if self._may_be_cut_off(now, is_standby):
-            me = self._name(self._transport.rank)
-            raise CutOffError(f"{silence}; {me} assumes that its own link is cut, and exits")
+            raise self._cut_off_error(silence)
         raise LostError(f"{silence}; it is the coordinator")
+
+    def _silence_of(self, rank: int) -> str:
+        seconds = self._transport.now() - self._heard[rank]
+        return f"{self._name(rank)} has sent no heartbeat for {seconds:.0f} s"
+
+    def _cut_off_error(self, silence: str) -> CutOffError:
+        me = self._name(self._transport.rank)
+        return CutOffError(f"{silence}; {me} assumes that its own link is cut, and exits")
 
     def _may_be_cut_off(self, now: float, is_standby: bool) -> bool:
         """Return whether others may continue on the other side of a cut link."""

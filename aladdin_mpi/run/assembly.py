@@ -195,7 +195,9 @@ def _assemble_in(
             if options.resume is not None:
                 checkpoints.resume(session, lr)
         fail_together(transport, context.islands)  # after others have noted the failure itself
-        heartbeats = Heartbeats(transport, options.worker_timeout)
+        group = 1 if takeover is None else takeover.plan.members.number
+        claim = partial(run_folder.claim, folder.path, group)
+        heartbeats = Heartbeats(transport, options.worker_timeout, claim)
         if coordinator is not None:
             _begin(context, role, coordinator, folder.path, takeover)
         replicas = _replicas(context, role)

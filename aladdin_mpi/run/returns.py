@@ -86,7 +86,7 @@ class Returns:
     @property
     def _others(self) -> list[int]:
         base = self._base
-        gone = (base.failed - base.excluded) | {base.rank}
+        gone = (base.failed - base.excluded) | self._channel.failed() | {base.rank}
         return [rank for rank in range(base.size) if rank not in gone]
 
     # -- a rank that takes part in the run --------------------------------------------------

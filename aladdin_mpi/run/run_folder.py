@@ -103,6 +103,33 @@ def take(folder: Path) -> RunLock:
     return lock
 
 
+CLAIM = ".claim-{}"
+"""The file of :func:`claim`, with the number of the group."""
+
+
+def claim(folder: Path, group: int) -> bool:
+    """Claim the run for this side of a cut link; return whether the other has not done so.
+
+    Both sides see the folder, or else only one of them can write to it.
+
+    Args:
+        folder: the run's folder.
+        group: number of the group of ranks that the link divides.
+    """
+    path = folder / CLAIM.format(group)
+    try:
+        path.touch(exist_ok=False)
+    except OSError:  # it exists; or the disk is full, which must not end the run
+        return not path.exists()
+    return True
+
+
+def drop_claims(folder: Path) -> None:
+    """Remove the claims of earlier jobs."""
+    for path in folder.glob(CLAIM.format("*")):
+        path.unlink(missing_ok=True)
+
+
 def is_in_use(folder: Path) -> bool:
     """Return whether another process has locked the folder."""
     try:
@@ -182,14 +209,14 @@ def open_for(transport: Transport, options: RunOptions) -> OpenFolder:
         if not first:
             return None
         _check_name(folder)
-        if options.resume is None:
-            return prepare(folder, options)
-        if not os.access(folder, os.W_OK):
+        if options.resume is not None and not os.access(folder, os.W_OK):
             raise UserError(
                 f"--resume: {folder} is read-only, or another user's. Make it writable, or resume "
                 "a copy of it."
             )
-        return take(folder)
+        lock = prepare(folder, options) if options.resume is None else take(folder)
+        drop_claims(folder)
+        return lock
 
     lock = all_or_none(transport, lock_folder)
     all_or_none(transport, lambda: _check_visible(folder))

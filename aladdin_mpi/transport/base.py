@@ -392,6 +392,9 @@ class SideChannel(Protocol):
     def read(self, source: int) -> bytes | None:
         """Return the next message that has arrived from a rank, or None. Never blocks."""
 
+    def failed(self) -> set[int]:
+        """Return the ranks that have failed, also after they were excluded."""
+
     def readmit(self, rank: int) -> None:
         """Exclude ``rank`` no more, unless it has failed. All other ranks must do the same.
 

@@ -128,8 +128,11 @@ class ChecksumTransport(TransportWrapper):
             parts = [part for request in requests for part in _parts(request)]
             missing = [part for part in parts if not part.done]
             remaining = None if end is None else max(0.0, end - self.now())
-            if self.inner.wait_any(missing, remaining) < 0:
+            ended = self.inner.wait_any(missing, remaining)
+            if ended < 0:
                 return -1
+            if not any(part.done for part in missing):  # the group is revoked: it may not raise
+                return 0
         self.test(requests[first])  # raises if it ended by a failure
         return first
 

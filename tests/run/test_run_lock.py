@@ -130,3 +130,20 @@ def test_run_lock_refuses_a_simulation(tmp_path: Path, holder: int) -> None:
     completed = simulate(tmp_path, *SHORT, check=False)
     assert f"process {holder} on " in refusal(completed)
     assert [path.name for path in tmp_path.iterdir()] == [run_folder.NAME]
+
+
+def test_one_side_of_a_cut_link_claims_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run_folder.claim(tmp_path, 1)
+    assert not run_folder.claim(tmp_path, 1)
+    assert run_folder.claim(tmp_path, 2)  # a later group, divided by another cut
+    run_folder.drop_claims(tmp_path)
+    assert run_folder.claim(tmp_path, 1)
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "touch", full)
+    assert not run_folder.claim(tmp_path, 1)
+    assert run_folder.claim(tmp_path, 3)

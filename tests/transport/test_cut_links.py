@@ -101,6 +101,43 @@ def test_workers_behind_cut_link_are_excluded_and_reported(tmp_path: Path) -> No
         assert end_of(str(run.folder), 10)
 
 
+def test_only_larger_side_continues_if_link_of_rank_0_is_cut(tmp_path: Path) -> None:
+    """Both could, and would write to the same files."""
+    with Lab(hosts=3) as lab:
+        run = Run(lab, tmp_path, [0, 1, 2, 0, 1], "--algorithm", "gosgd")
+        run.until(lambda: run.samples() >= EPOCH)
+        first = run.pid(0)
+        with cut(lab, 0):
+            run.until(lambda: not Path(f"/proc/{first}").exists())
+        rank = r"rank \d \(host {}\)".format
+        zero, one = rank(lab.host_name(0)), rank(lab.host_name(1))
+        run.until(partial(run.reports, f"{one} has sent no heartbeat .*{zero} .*cut, and exits"))
+        run.until(partial(run.reports, f"{zero} .*excluded.*{one} is the new coordinator"))
+        assert not run.reports(f"{one} .*excluded")
+        samples = run.samples()
+        run.until(lambda: run.samples() >= samples + EPOCH)
+        os.kill(run.process.pid, signal.SIGUSR1)
+        assert run.process.wait(60) == SUSPENDED, run.said()
+        assert "Traceback" not in run.said()
+
+
+@pytest.mark.long
+def test_rank_0_continues_if_most_ranks_of_other_hosts_hang(tmp_path: Path) -> None:
+    """The silence is that of a cut link, but the other side does not claim the run."""
+    hosts, hanging = [0, 1, 1, 1, 0], (1, 2, 4)
+    with Lab(hosts=2) as lab:
+        names = [re.escape(f"rank {r} (host {lab.host_name(hosts[r])})") for r in hanging]
+        run = Run(lab, tmp_path, hosts, "--algorithm", "gosgd", "--epochs", 8)
+        run.until(lambda: run.samples() >= EPOCH)
+        for rank in hanging:
+            os.kill(run.pid(rank), signal.SIGSTOP)
+        assert run.process.wait(100) == 0, run.said()
+    for name in names:
+        assert run.reports(f"{name} has sent no heartbeat .*excluded"), run.said()
+    assert metrics(run.folder)[-1]["samples"] == 8 * EPOCH
+    assert end_of(str(run.folder), 10)
+
+
 @pytest.mark.parametrize(
     ("stopped", "killed"),
     [

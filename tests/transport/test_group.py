@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from aladdin_mpi.allreduce.compressed import InOrder
 from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.checksums import ChecksumTransport
 from aladdin_mpi.transport.group import Group, RankLostError
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 
@@ -63,18 +65,37 @@ def test_failure_of_optional_rank_ends_only_its_own_waits() -> None:
     assert run(main, {3: 2.0}).count("continued") == SIZE - 1
 
 
-def test_group_wait_ends_without_error_in_user_code() -> None:
+@pytest.mark.parametrize("checksums", [False, True])
+def test_group_wait_ends_without_error_in_user_code(checksums: bool) -> None:
     def main(transport: Transport) -> int | None:
-        group = group_of(transport, may_raise=False)
+        group: Transport = group_of(transport, may_raise=False)
+        if checksums:
+            group = ChecksumTransport(group, {TAG}, lambda source, tag: None)
         if group.rank == NEEDED:
             group.sleep(10.0)
             return None
         requests = [group.irecv(torch.empty(1), NEEDED, TAG), group.irecv(torch.empty(1), 1, TAG)]
         first = group.wait_any(requests)
         assert group.test(requests[0])
+        assert group.wait_any(requests[1:]) == 0  # the other rank runs, but never sends
         return first
 
     assert set(run(main, {NEEDED: 2.0})[1:]) == {0}
+
+
+def test_queued_collective_ends_without_error_in_user_code() -> None:
+    """It cannot start: those before it never end, as the group is revoked."""
+
+    def main(transport: Transport) -> bool | None:
+        group = group_of(transport, number=2, may_raise=False)
+        if group.rank == NEEDED:
+            group.sleep(10.0)
+            return None
+        order, mine, all_of_them = InOrder(group), torch.empty(10), torch.empty(10 * SIZE)
+        queued = [order.put(lambda: group.iallgather(mine, all_of_them), None) for _ in range(9)]
+        return order.wait(queued[-1])
+
+    assert run(main, {NEEDED: 2.0})[1:] == [False] * (SIZE - 1)
 
 
 def test_group_ignores_messages_of_previous_group() -> None:

@@ -146,12 +146,14 @@ class Handlers:
             inbox = _MessageStream(source, tag, nbytes, handler)
             for _ in range(depth):
                 self._post(inbox, torch.empty(nbytes, dtype=torch.uint8))
-            self._inboxes = [*self._inboxes, inbox]
+            with self.lock:
+                self._inboxes = [*self._inboxes, inbox]
 
     def add_excluded(self, source: int, tag: int, nbytes: int, handler: Handler) -> None:
         """Call ``handler`` for each message of an excluded rank, once it has returned."""
         inbox = _MessageStream(source, tag, nbytes, handler)
-        self._of_failed = [*self._of_failed, inbox]
+        with self.lock:
+            self._of_failed = [*self._of_failed, inbox]
 
     def drop_tags(self, tags: range) -> None:
         """Stop handling messages with these tags."""
@@ -189,11 +191,13 @@ class Handlers:
 
     def watch(self, look: Callable[[], None]) -> None:
         """Call ``look`` after every poll."""
-        self._looks = [*self._looks, look]
+        with self.lock:
+            self._looks = [*self._looks, look]
 
     def unwatch(self, look: Callable[[], None]) -> None:
         """Stop calling ``look``."""
-        self._looks = [each for each in self._looks if each != look]
+        with self.lock:
+            self._looks = [each for each in self._looks if each != look]
 
     def run(self) -> None:
         """Run the handlers of messages and operations that have ended."""

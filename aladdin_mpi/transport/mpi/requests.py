@@ -63,6 +63,9 @@ def in_bytes(buffer: Tensor) -> list[object]:
     return [as_bytes(buffer).numpy(), MPI.BYTE]
 
 
+CANCEL_SECONDS = 1.0
+"""Longest wait for the end of a receive that is cancelled: its sender may hang in the middle of a
+message, which MPI then does not cancel."""
 SMALL = 1 << 16
 """Largest message that arrives within a poll or two, so that polls may be rare."""
 
@@ -103,6 +106,14 @@ def _cancel(request: MpiRequest) -> None:
     if request.receives:
         with suppress(MPI.Exception):
             request.handle.Cancel()
+
+
+def _ends_within(seconds: float, handle: MPI.Request, status: MPI.Status) -> bool:
+    end = time.perf_counter() + seconds
+    while not handle.Test(status):
+        if time.perf_counter() > end:
+            return False
+    return True
 
 
 class PendingRequests:
@@ -395,11 +406,13 @@ class Requests:
         status = MPI.Status()
         try:
             request.handle.Cancel()
-            request.handle.Wait(status)
+            has_ended = _ends_within(CANCEL_SECONDS, request.handle, status)
         except MPI.Exception as error:
             self._meet_failure(request, error)
             return
-        if not status.Is_cancelled():
+        if not has_ended:
+            self._abandoned.append(request)
+        elif not status.Is_cancelled():
             self._complete(request, status)
         request.done = True
 

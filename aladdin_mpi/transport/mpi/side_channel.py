@@ -49,3 +49,7 @@ class MpiSideChannel:
                 self._channel.Recv(message, source, TAG)
                 return bytes(message)
         return None
+
+    def failed(self) -> set[int]:
+        """Return the ranks that MPI knows to have failed."""
+        return world.failed_ranks()

@@ -1,0 +1,69 @@
+"""Sums that surviving ranks repeat are right, whenever further ranks fail."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from aladdin_mpi.allreduce.surviving import SurvivingSums
+from aladdin_mpi.flat.layout import Bucket
+from aladdin_mpi.options.cluster import Cluster
+from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.virtual.engine import VirtualCluster
+
+SIZE, STEPS = 5, 4
+NUMEL = 40_000
+"""Values of a bucket, so that a sum takes a ring."""
+BUCKETS = [Bucket(0, 0, NUMEL, 0), Bucket(1, NUMEL, 2 * NUMEL, 0)]
+SECONDS = 4 * NUMEL / 1e9
+"""The time in which a link carries a bucket."""
+FIRST = 10 * SECONDS
+
+
+def values_of(rank: int, step: int, bucket: Bucket) -> Tensor:
+    return torch.full((bucket.numel,), float(10**rank + 1000 * step + bucket.index))
+
+
+def train(transport: Transport, made: list[Tensor]) -> list[tuple[float, ...]]:
+    """Return the value of each bucket's sum in each step; check that all of a sum are equal."""
+
+    def new_vector() -> Tensor:
+        made.append(torch.zeros(2 * NUMEL))
+        return made[-1]
+
+    sums, found = SurvivingSums("ring", transport, new_vector, torch.float32), []
+    for step in range(STEPS):
+        for bucket in BUCKETS:
+            sums.start(values_of(transport.rank, step, bucket), bucket)
+        result = sums.finish()
+        for bucket, total in result.totals:
+            expected = sum(values_of(rank, step, bucket)[0] for rank in result.ranks)
+            assert torch.equal(total, torch.full_like(total, float(expected)))
+        found.append(tuple(float(total[0]) for _, total in result.totals))
+    sums.settle()
+    return found
+
+
+@pytest.mark.parametrize("first", [1, 4])
+@pytest.mark.parametrize("second", [2, 3])
+def test_sums_are_equal_on_all_ranks_if_two_fail(first: int, second: int) -> None:
+    for delay in range(0, 160, 10):
+        failures = {first: FIRST, second: FIRST + delay * SECONDS / 10}
+        cluster = Cluster(hosts=SIZE, bandwidth_gbit=8, latency_us=5, failures=failures)
+        results = VirtualCluster(SIZE, cluster, 0).run(lambda transport: train(transport, []))
+        alive = [results[rank] for rank in range(SIZE) if rank not in failures]
+        assert all(result == alive[0] for result in alive), delay
+
+
+def test_memory_of_an_abandoned_sum_is_not_used_again() -> None:
+    """Messages of ranks that have not abandoned it yet may still arrive there."""
+
+    def main(transport: Transport) -> int:
+        made: list[Tensor] = []
+        train(transport, made)
+        return len(made)
+
+    cluster = Cluster(hosts=SIZE, bandwidth_gbit=8, latency_us=5, failures={4: FIRST})
+    results = VirtualCluster(SIZE, cluster, 0).run(main)
+    assert all(made is not None and made > 2 for made in results[:4])
