@@ -156,6 +156,7 @@ class Heartbeats:
         return rest_continues and hosts[other] != hosts[self._transport.rank]
 
     def _claims(self) -> bool:
+        """Claim the run. If the file system hangs, this side waits: it could not write either."""
         self._has_claimed = self._has_claimed or self._claim()
         return self._has_claimed
 
