@@ -92,8 +92,12 @@ class Rule:
 
 
 def _overlap(options: Choice) -> str:
-    """Return the largest possible overlap: all steps between two fragments."""
-    return str(int(options["--diloco-steps"]) // int(options["--diloco-fragments"]))
+    """Return the largest possible overlap: all steps between two fragments.
+
+    With one fragment and blend 0, a step has to follow before the next fragment is sent.
+    """
+    steps, number = int(options["--diloco-steps"]), int(options["--diloco-fragments"])
+    return str(steps // number - (number == 1 and float(options["--diloco-blend"]) == 0))
 
 
 def _axis(name: str, option: str, values: Sequence[object], ordered: bool = True) -> Axis:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from functools import partial
 from statistics import mean
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -153,6 +154,7 @@ class LocalWorker(TrainingWorker):
     ) -> None:
         super().__init__(worker, optimizer)
         assert isinstance(codec, SignCodec)
+        _check_dtype(self.x.dtype)
         self.g = worker.replica.new_vector()
         self.steps = OwnSteps(worker, codec)
         self.link = LinkControl(None if options.share == "auto" else float(options.share))
@@ -202,6 +204,13 @@ class LocalWorker(TrainingWorker):
         super().project()
         self.steps.add(self.x - before)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return all state; the model without what is left to send, which is stored apart."""
+        state = super().state_dict()
+        if self.steps.remaining is not None:
+            state["parameters"] = state["parameters"] - self.steps.left
+        return state
+
     def resize(self, merged: MergedState) -> None:
         """Start from the global model and the steps that it lacks."""
         super().resize(merged)
@@ -250,18 +259,18 @@ class LocalServer(ServerAlgorithm):
         return {"message_share": mean(self.shares.values())} if self.shares else {}
 
 
-def _make_codec(wire: GradientCodec, layout: Layout) -> SignCodec:
-    """Return the codec of signs.
-
-    Raises:
-        UserError: the model's values would be rounded.
-    """
-    if wire.dtype != torch.float32:
+def _check_dtype(dtype: torch.dtype) -> None:
+    """Raise a UserError if the model's values would be rounded."""
+    if dtype != torch.float32:
         raise UserError(
-            f"model: the parameters are {str(wire.dtype).removeprefix('torch.')}, and "
-            "aladdin-local sends steps with scales in float32. Convert the model with "
-            "model.float(), or use another algorithm, such as local-sgd."
+            f"model: the parameters are {str(dtype).removeprefix('torch.')}, and aladdin-local "
+            "sends steps with scales in float32. Convert the model with model.float(), or use "
+            "another algorithm, such as local-sgd."
         )
+
+
+def _make_codec(wire: GradientCodec, layout: Layout) -> SignCodec:
+    _check_dtype(wire.dtype)
     return SignCodec(wire.plain)
 
 

@@ -172,10 +172,11 @@ class LocalSteps(Stateful):
         self.weights = [0.0] * workers
         """Weight of each worker's last difference, see :class:`AsyncDilocoWorker`."""
 
-    def record(self, worker: int, seconds: float, weight: float) -> None:
-        """Record the step time in seconds and the weight of a worker's difference."""
+    def record(self, worker: int, seconds: float, weight: float | None) -> None:
+        """Record the step time in seconds, and the weight of a whole round's difference."""
         self.seconds[worker] = [*self.seconds[worker], max(seconds, SHORTEST)][-WINDOWS:]
-        self.weights[worker] = weight
+        if weight is not None:
+            self.weights[worker] = weight
 
     def exclude(self, worker: int) -> None:
         """Discard the reports of a worker that has failed."""
@@ -358,8 +359,8 @@ class AsyncDilocoServer(ServerAlgorithm):
     def _record(self, arrival: ReceivedBucket) -> None:
         """Record a difference when its first bucket arrives, if this is the first server."""
         if self.plan is not None and arrival.bucket is self.server.buckets[0]:
-            _, seconds, weight, _ = arrival.notes
-            self.plan.record(arrival.worker, seconds, weight)
+            is_round, seconds, weight, _ = arrival.notes
+            self.plan.record(arrival.worker, seconds, weight if is_round else None)
 
     def answer(self, worker: int, bucket: Bucket) -> None:
         """Send the model, with the worker's local steps and the mean weight of differences."""

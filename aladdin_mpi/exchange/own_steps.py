@@ -59,15 +59,18 @@ class OwnSteps(Stateful):
         self.under_way: deque[StepsMessage] = deque()
         self.steps = 0
         self._announced = 0
+        self._has_left = False
+        """Whether ``left`` may be other than zero."""
 
     # -- checkpoints --------------------------------------------------------------------
     @property
     def remaining(self) -> Tensor | None:
         """``left``; None if it is zero, as between segments."""
-        return self.left if self.steps else None
+        return self.left if self._has_left else None
 
     @remaining.setter
     def remaining(self, values: Tensor | None) -> None:
+        self._has_left = values is not None
         if values is None:
             clear(self.left)
         else:
@@ -82,6 +85,7 @@ class OwnSteps(Stateful):
     def add(self, change: Tensor, alpha: float = 1.0) -> None:
         """Add ``alpha * change``, which the worker's model has just been changed by."""
         add(self.left, change, alpha)
+        self._has_left = True
 
     def send(self, share: float) -> None:
         """Send the largest ``share`` of what is left, of every bucket."""
@@ -98,7 +102,7 @@ class OwnSteps(Stateful):
         With a share of 0, servers send no answer.
         """
         requests = [request for message in self.under_way for request in message.requests]
-        if self.steps:
+        if self._has_left:  # also without a step: what it had when the group was formed
             last = self._begin((0.0,))
             for bucket in self._layout.buckets:
                 self._put(last, bucket, bucket.of(self.left))
@@ -107,7 +111,7 @@ class OwnSteps(Stateful):
             end = Header(Kind.END).pack()
             requests.append(self._transport.isend(end, server, Tag.GRADIENT))
         self._transport.wait(*requests)
-        clear(self.left)
+        self.remaining = None
         self.steps = self._announced = 0
 
     def _begin(self, notes: tuple[float, ...]) -> StepsMessage:

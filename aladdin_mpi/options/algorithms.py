@@ -329,7 +329,7 @@ class AladdinLocalOptions(OwnOptions):
         "auto",
         "share of the model's values in each message",
         "SHARE",
-        details="the signs of the largest; 0.5 and more sends about 1.5 bits per value; auto: as "
+        details="the signs of the largest; 0.5 and more sends 1 to 2 bits per value; auto: as "
         "much as the link carries during a step",
     )
     keep: Share = option(
@@ -591,7 +591,8 @@ class DilocoOptions(OwnOptions):
         0,
         "steps that workers continue while a fragment is summed",
         "STEPS",
-        details="at most the steps between two fragments",
+        details="at most the steps between two fragments; with --diloco-blend 0, these steps are "
+        "lost in the fragment",
     )
     blend: Share = option(
         0.0,
@@ -618,6 +619,12 @@ def _check_fragments(run: GeneralOptions) -> None:
             f"--diloco-overlap {options.overlap} requires as many steps between two fragments, "
             f"which are {steps // number} with --diloco-steps {steps} and --diloco-fragments "
             f"{number}. Use --diloco-overlap {steps // number} or less."
+        )
+    if options.overlap == steps and not options.blend:
+        raise UserError(
+            f"--diloco-overlap {steps} with --diloco-blend 0 replaces the steps of every round by "
+            f"those of the one before. Use --diloco-overlap {steps - 1} or less, or a larger "
+            "--diloco-blend."
         )
 
 

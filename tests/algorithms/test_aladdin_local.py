@@ -71,8 +71,10 @@ class Account:
     def check(self, transport: Transport, role: Role, lease: SampleLease) -> None:
         """Assert that the model is the received one plus all own steps that it lacks."""
         assert isinstance(role, LocalWorker)
-        # A new group takes over what is left.
+        # A new group takes over what is left, and adds it to the model.
         assert role.steps.remaining is not None or not role.steps.left.any()
+        taken_over = role.state_dict()["parameters"] + role.steps.left
+        torch.testing.assert_close(taken_over, role.x, rtol=0, atol=1e-5)
         expected = self.received.get(id(role.inbox), flat_start(len(role.x))) + role.steps.left
         for bucket in role.layout.buckets:
             mine = bucket.of(expected)
@@ -312,10 +314,30 @@ def test_a_fixed_share_stays() -> None:
     assert link.share == 0.3
 
 
-def test_float64_is_rejected() -> None:
-    job = Job("aladdin-local", workers=1, problem=lambda numel: Quadratic(numel).double())
-    with pytest.raises(UserError, match=r"float64.*model\.float\(\)"):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes_are_rejected(dtype: torch.dtype) -> None:
+    job = Job("aladdin-local", workers=1, problem=lambda numel: Quadratic(numel).to(dtype))
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(UserError, match=rf"{name}.*model\.float\(\)"):
         run(job)
+
+
+def test_steps_of_a_former_group_are_sent_by_a_worker_without_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begin = LocalWorker.run
+
+    def inherit(worker: LocalWorker) -> None:
+        worker.steps.remaining = torch.ones_like(worker.x)
+        worker.x.add_(1.0)
+        begin(worker)
+
+    monkeypatch.setattr(LocalWorker, "run", inherit)
+    job = Job("aladdin-local", workers=3, samples=4, schedule=lambda samples: 0.0)
+    outcome = run(job)
+    computed = [rank.role.counts()["computed"] for rank in outcome.workers]
+    assert 0 in computed and sum(computed) > 0
+    torch.testing.assert_close(outcome.model, flat_start(job.numel) + 1.0)
 
 
 @pytest.mark.parametrize("wire", ["bf16", "int8", "int4"])

@@ -301,6 +301,15 @@ def test_one_mistaken_measurement_changes_no_steps(mistake: float) -> None:
                 assert [plan.steps(w) for w in range(3)] == [20, 20, 10]
 
 
+def test_only_whole_rounds_have_a_weight() -> None:
+    plan = LocalSteps(2, 8, is_dynamic=False)
+    plan.record(0, 1.0, 32.0)
+    plan.record(1, 1.0, None)  # the steps that a checkpoint left to send
+    assert plan.mean_weight == 32.0
+    plan.record(0, 1.0, None)
+    assert plan.mean_weight == 32.0
+
+
 def test_every_worker_takes_h_steps_without_dynamic_updates() -> None:
     plan = LocalSteps(2, 8, is_dynamic=False)
     plan.record(0, 0.1, 1.0)

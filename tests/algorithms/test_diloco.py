@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from aladdin_mpi.algorithms.diloco import fragments
+from aladdin_mpi.algorithms.diloco import DilocoWorker, fragments
 from aladdin_mpi.control.budget import SampleLease
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.layout import cut
+from aladdin_mpi.flat.state import MergedState
 from aladdin_mpi.options.algorithms import DilocoOptions, own
 from aladdin_mpi.options.checks import checked_algorithm
-from aladdin_mpi.options.run import RunOptions
+from aladdin_mpi.options.run import RunOptions, SimulateOptions, parse
+from aladdin_mpi.run.trainer import simulate
 from tests.drawn_jobs import any_lockstep_job
 from tests.quadratic import Quadratic
 from tests.roles import Job, any_network, flat_start, noise_of_samples, run
@@ -192,8 +195,8 @@ def test_workers_that_never_move_keep_their_model() -> None:
 def draw_settings(r: random.Random) -> dict[str, Any]:
     number = r.randint(1, 4)
     steps = number * r.randint(1, 4)
-    overlap = r.randint(0, steps // number)
     blend = r.choice([0.0, 0.5])
+    overlap = r.randint(0, steps // number - (number == 1 and not blend))
     momentum = r.choice([0.0, 0.9])
     return {
         "diloco": {
@@ -263,10 +266,35 @@ def test_overlap_hides_the_sum_behind_computing() -> None:
         ),
         ({"steps": 2, "fragments": 3}, "must be a multiple of --diloco-fragments 3. Use .* 3[.]"),
         ({"steps": 8, "fragments": 4, "overlap": 3}, "Use --diloco-overlap 2 or less"),
+        ({"steps": 8, "overlap": 8}, "Use --diloco-overlap 7 or less, or a larger --diloco-blend"),
     ],
 )
-def test_diloco_rejects_steps_that_fragments_do_not_divide(
-    options: dict[str, Any], message: str
-) -> None:
+def test_diloco_rejects_rounds_that_do_not_fit(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         checked_algorithm(RunOptions.model_validate({"algorithm": "diloco", "diloco": options}), 4)
+
+
+def test_new_group_continues_from_the_mean_of_the_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failure may interrupt a round, in which their models differ."""
+    saved, merged = [], []
+    state_dict, resize = DilocoWorker.state_dict, DilocoWorker.resize
+
+    def note_saved(worker: DilocoWorker) -> dict[str, Any]:
+        saved.append(worker.x.clone())
+        return state_dict(worker)
+
+    def note_merged(worker: DilocoWorker, state: MergedState) -> None:
+        resize(worker, state)
+        merged.append((len(saved), worker.x.clone()))
+
+    monkeypatch.setattr(DilocoWorker, "state_dict", note_saved)
+    monkeypatch.setattr(DilocoWorker, "resize", note_merged)
+    words = ["--algorithm", "diloco", "--diloco-steps", "1000", "--wire", "int8", "--workers", "4"]
+    words += ["--failures", "3=2.5", "--compute-time", "1", "--samples", "1280", "--quiet"]
+    simulate(parse(SimulateOptions, [*words, "--run-dir", str(tmp_path / "run")], "", ""))
+    count, start = merged[0]
+    models = torch.stack(saved[count - 3 : count])
+    assert not torch.allclose(models[0], models[1])
+    torch.testing.assert_close(start, models.mean(0))
