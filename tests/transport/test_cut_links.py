@@ -104,7 +104,8 @@ def test_workers_behind_cut_link_are_excluded_and_reported(tmp_path: Path) -> No
 def test_only_larger_side_continues_if_link_of_rank_0_is_cut(tmp_path: Path) -> None:
     """Both could, and would write to the same files."""
     with Lab(hosts=3) as lab:
-        run = Run(lab, tmp_path, [0, 1, 2, 0, 1], "--algorithm", "gosgd")
+        hosts = [0, 1, 2, 0, 1]
+        run = Run(lab, tmp_path, hosts, "--algorithm", "gosgd", "--worker-timeout", 2 * SILENCE)
         run.until(lambda: run.samples() >= EPOCH)
         first = run.pid(0)
         with cut(lab, 0):
