@@ -128,7 +128,6 @@ def test_rendezvous_restarts_if_an_operation_detects_leader_failure_first(
         return {"members": asdict(next_membership(before, {1, 2})), "facts": facts}
 
     monkeypatch.setattr(elasticity_driver, "send_object", lambda *_: [])
-    monkeypatch.setattr(elasticity_driver, "wait_ended", lambda *_: None)
     monkeypatch.setattr(elasticity_driver, "receive_object", receive)
     base = Mock(rank=2, size=3, failed=frozenset(), excluded=frozenset())
     driver = ElasticityDriver(base, ElasticityMachine(2, 3, before))
