@@ -6,6 +6,7 @@ module has this rank's part in each group.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -150,6 +151,8 @@ class ElasticRunner(RunHook):
         self.rank = self._assemble(self._new_transport(), options, takeover, [self])
         self._machine.complete_setup()
         self._on_change(self.rank)
+        if takeover is not None and not self._base.models_time:
+            gc.collect()  # the former group's parts refer to each other, and have large vectors
 
     def _report_coming(self) -> None:
         """Report to the next leader that this rank will join, even if its step takes long."""
