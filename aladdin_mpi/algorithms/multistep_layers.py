@@ -103,7 +103,7 @@ class LayerPiece(ABC):
     def finish(self) -> None:
         """Wait for all ranks' parts, if they are in flight, and store them.
 
-        If the group is revoked meanwhile, they remain in flight.
+        If the group is revoked during the wait, they remain in flight.
         """
 
 

@@ -80,8 +80,8 @@ class SurvivingSums:
         self._name = name
         self._transport = transport
         self._wire_dtype = wire_dtype
-        # Two, since a rank may request the sums of the last step during the next one.
         self._new_vector = new_vector
+        # Two, since a rank may request the sums of the last step during the next one.
         self._totals = [new_vector(), new_vector()]
         self._device = self._totals[0].device
         self._members = list(range(transport.size))

@@ -138,7 +138,7 @@ class Heartbeats:
             CutOffError: their standby continues without this rank.
         """
         standby = self._standby
-        # All ranks behind a cut link become silent within the time between two heartbeats.
+        # A cut link silences all ranks on its other side within the time between two heartbeats.
         silent = self._silent(now, self._timeout * (1 - 2 / SIGNS))
         majority = 2 * len(silent) - len(surviving_ranks(self._transport))
         if standby not in silent or majority < 0 or not self._may_be_cut_from(standby):

@@ -148,7 +148,7 @@ class StateAssembly:
         weights = self._role.weights_in(state, len(buckets))
         if self._algorithm.holder == "servers":
             buckets, weights = self._lost_buckets, [1.0] * len(self._lost_buckets)
-        # With progress, models differ between outer steps, where a failure may interrupt them.
+        # With progress, models differ between outer steps, and a failure may come then.
         are_equal = self._algorithm.holder == "first" and self._algorithm.all_reduces != "progress"
         if are_equal and self._weights.any():
             return
