@@ -29,6 +29,7 @@ from torch import Tensor
 
 from aladdin_mpi.allreduce.base import AllReduce, PendingSum
 from aladdin_mpi.codec.base import DenseWire
+from aladdin_mpi.codec.residual import Residual
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.flat.vectors import copy, sizes
 
@@ -42,7 +43,7 @@ class _Matrix(NamedTuple):
     columns: int
 
 
-class LowRank:
+class LowRank(Residual):
     """A rank's state: the residual, and the matrices Q for the next step, the same on all ranks.
 
     Args:
@@ -62,10 +63,9 @@ class LowRank:
             if rank * (rows + columns) < stop - start:
                 own = slice(warm, warm := warm + rank * columns)
                 self.matrices.append(_Matrix(slice(start, stop), own, rows, columns))
-        self._numel = stop
-        self.left: Tensor | None = None
-        """Flat residual, in fp32; None until something has been summed."""
+        super().__init__(stop, plain.device)
         self.q = self._first_q(warm)
+        self._kept_q: Tensor | None = None
 
     def _first_q(self, numel: int) -> Tensor:
         """Return random orthonormal columns, the same on every rank."""
@@ -78,27 +78,25 @@ class LowRank:
             own.copy_(orthogonalised(own))
         return q.to(device)
 
-    def residual(self, device: torch.device) -> Tensor:
-        """Return ``left``, created on the device of the values if necessary."""
-        if self.left is None:
-            self.left = torch.zeros(self._numel, device=device)
-        return self.left
+    def keep(self, bucket: Bucket, values: Tensor) -> None:
+        """Keep the residual of ``bucket``, and all matrices Q."""
+        super().keep(bucket, values)
+        if self._kept_q is None:
+            self._kept_q = self.q.clone()
 
-    # -- checkpoints -------------------------------------------------------------
+    def settle(self) -> None:
+        """Drop all copies."""
+        super().settle()
+        self._kept_q = None
+
     def state_dict(self) -> dict[str, Any]:
         """Return ``left`` and ``q``; the mean of all ranks' ``q``, which are equal, is the same."""
-        return {"left": self.left, "q": self.q}
+        return {**super().state_dict(), "q": self.q if self._kept_q is None else self._kept_q}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore ``left`` and ``q``."""
-        left, device = state["left"], self.plain.device
-        self.left = None if left is None else left.to(device, copy=True)
-        self.q = state["q"].to(device, copy=True)
-
-    def scale_held_back(self, factor: float) -> None:
-        """Scale ``left``."""
-        if self.left is not None:
-            self.left.mul_(factor)
+        super().load_state_dict(state)
+        self.q = state["q"].to(self.plain.device, copy=True)
 
 
 def orthogonalised(matrix: Tensor) -> Tensor:

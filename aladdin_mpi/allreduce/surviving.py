@@ -24,6 +24,7 @@ from aladdin_mpi.allreduce.base import AllReduce, PendingSum
 from aladdin_mpi.allreduce.messages import DirectAllReduce, RingAllReduce
 from aladdin_mpi.allreduce.with_residual import SumCodec, make_all_reduce
 from aladdin_mpi.codec.base import DenseWire
+from aladdin_mpi.codec.residual import Residual
 from aladdin_mpi.control.tags import COORDINATOR, Tag, of_generation
 from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.flat.layout import Bucket
@@ -274,21 +275,29 @@ class SurvivingSums:
 
 
 class PlainSums:
-    """The sums of one step after another over all ranks; the failure of any rank ends them."""
+    """The sums of one step after another over all ranks; the failure of any rank ends them.
 
-    def __init__(self, all_reduce: AllReduce, ranks: int) -> None:
+    Then the codec's state is that before the step, as its model has not changed.
+    """
+
+    def __init__(self, all_reduce: AllReduce, ranks: int, codec: SumCodec) -> None:
         self._all_reduce = all_reduce
         self._ranks = range(ranks)
+        self._residual = codec if isinstance(codec, Residual) else None
         self._started: list[tuple[Bucket, PendingSum]] = []
 
     def start(self, values: Tensor, bucket: Bucket) -> None:
         """Start summing ``values``, which must not change before :meth:`finish` returns."""
+        if self._residual is not None:
+            self._residual.keep(bucket, values)
         self._started.append((bucket, self._all_reduce.start(values, bucket.index)))
 
     def finish(self) -> Sums:
         """Wait for the step's sums."""
         totals = [(bucket, pending.wait()) for bucket, pending in self._started]
         self._started.clear()
+        if self._residual is not None:
+            self._residual.settle()
         return Sums(totals, self._ranks)
 
     def settle(self) -> None:
@@ -325,4 +334,5 @@ def make_sums(
     """
     if tolerates_failures(name, transport, codec):
         return SurvivingSums(name, transport, new_vector, codec.plain.dtype)
-    return PlainSums(make_all_reduce(name, transport, device, codec, buckets), transport.size)
+    all_reduce = make_all_reduce(name, transport, device, codec, buckets)
+    return PlainSums(all_reduce, transport.size, codec)

@@ -20,6 +20,7 @@ from aladdin_mpi.codec.quantise import (
     scales_of,
     take,
 )
+from aladdin_mpi.codec.residual import Residual
 from aladdin_mpi.codec.scaled import ScaledCodec, ShadowEncoder, on_device_of
 from aladdin_mpi.flat.layout import Bucket, Layout
 from aladdin_mpi.flat.vectors import add, cut, full
@@ -27,24 +28,19 @@ from aladdin_mpi.options.general import QUANTISED_BITS, SUM_BITS
 from aladdin_mpi.transport.base import Event
 
 
-class QuantisedCodec(ScaledCodec):
-    """The codec, with ``left``: the residual of a worker, less than a step for any value.
+class QuantisedCodec(Residual, ScaledCodec):
+    """The codec; a worker's residual is less than a step for any value.
 
-    Values held back are in ``left`` too. Buckets of fewer than nine values are not quantised.
+    Values held back are in the residual too. Buckets of fewer than nine values are not quantised.
     Decoding needs no state. ``bits`` per value, 8, 4 or 2, may be changed at any time, as a
     message's length determines them.
-
-    With ``residual_dtype`` bf16 the residual is rounded, which loses at most a 256th of it.
     """
 
     def __init__(self, wire: DenseWire, layout: Layout, bits: int) -> None:
-        super().__init__(wire)
+        ScaledCodec.__init__(self, wire)
+        Residual.__init__(self, layout.numel, wire.device)
         self.holds = True
         self.bits = bits
-        self.residual_dtype = torch.float32
-        self._numel = layout.numel
-        self.left: Tensor | None = None
-        """Flat residual; None until something has been sent."""
 
     def use(self, bits: int) -> None:
         """Encode further messages with ``bits`` bits per value."""
@@ -103,12 +99,6 @@ class QuantisedCodec(ScaledCodec):
         if not target.is_meta:
             add(target, bucket.of(self.residual(target.device)), alpha)
 
-    def residual(self, device: torch.device) -> Tensor:
-        """Return ``left``, created on the device of the values if necessary."""
-        if self.left is None:
-            self.left = torch.zeros(self._numel, dtype=self.residual_dtype, device=device)
-        return self.left
-
     # -- receiving -------------------------------------------------------------
     def _scales(self, message: Tensor, numel: int) -> Tensor:
         return scales_of(message, numel)
@@ -128,22 +118,6 @@ class QuantisedCodec(ScaledCodec):
             super().add_to(bucket, message, targets)
         else:
             add_dequantised_to(message, targets, self.scratch)
-
-    # -- checkpoints -------------------------------------------------------------
-    def state_dict(self) -> dict[str, Any]:
-        """Return ``left``."""
-        return {"left": self.left}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore ``left``."""
-        saved = state["left"]
-        device, dtype = self._wire.device, self.residual_dtype
-        self.left = None if saved is None else saved.to(device, dtype, copy=True)
-
-    def scale_held_back(self, factor: float) -> None:
-        """Scale ``left``."""
-        if self.left is not None:
-            self.left.mul_(factor)
 
 
 class QuantisedEncoder(ShadowEncoder):

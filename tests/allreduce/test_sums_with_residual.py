@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -9,14 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from aladdin_mpi.allreduce.base import AllReduce
+from aladdin_mpi.allreduce.base import AllReduce, PendingSum
 from aladdin_mpi.allreduce.low_rank import LowRank
+from aladdin_mpi.allreduce.surviving import PlainSums
 from aladdin_mpi.allreduce.with_residual import SumCodec, make_all_reduce
 from aladdin_mpi.codec.quantised import make_codec
+from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.flat.layout import Layout, cut
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.virtual.engine import VirtualTransport
-from tests.sums_lab import SHAPES, codec_of, conserves_values, layout_of
+from tests.sums_lab import SHAPES, codec_of, conserves_values, layout_of, summands
 from tests.virtual_lab import lab, run
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -202,5 +206,56 @@ def test_restored_state_continues_bit_for_bit(kind: str) -> None:
                 flat = torch.randn(layout.numel, generator=random)
                 mine += sums(transport, codec, layout, [flat])
         assert all(map(torch.equal, totals[True], totals[False]))
+
+    run(3, main)
+
+
+class Interrupted(AllReduce):
+    """An all-reduce of which a failure interrupts all sums but the first."""
+
+    name = "interrupted"
+
+    def __init__(self, inner: AllReduce) -> None:
+        self._inner = inner
+
+    def start(self, values: Tensor, key: int) -> PendingSum:
+        pending = self._inner.start(values, key)
+
+        def wait() -> Tensor:
+            total = pending.wait()
+            if key:
+                raise PeerFailedError(1, "host")
+            return total
+
+        return PendingSum(wait)
+
+    def describe(self) -> str:
+        return "interrupted"
+
+
+@kinds
+def test_interrupted_sums_leave_the_state_unchanged(kind: str) -> None:
+    """The models do not change either, so the next sums would add the residuals' changes twice."""
+
+    def main(transport: VirtualTransport) -> None:
+        layout = layout_of()
+        codec: Any = codec_of(kind, layout)
+        reducer = make_all_reduce("auto", transport, CPU, codec, layout.buckets)
+        for turn in range(2):
+            is_interrupted = turn == 1
+            before = deepcopy(codec.state_dict())
+            sums = PlainSums(
+                Interrupted(reducer) if is_interrupted else reducer, transport.size, codec
+            )
+            flat = summands(transport, turn, layout.numel)
+            for bucket in layout.buckets:
+                sums.start(bucket.of(flat), bucket)
+            with pytest.raises(PeerFailedError) if is_interrupted else nullcontext():
+                sums.finish()
+            after = codec.state_dict()
+            for name, values in after.items():
+                is_same = before[name] is not None and torch.equal(values, before[name])
+                assert is_same == is_interrupted
+            assert torch.equal(after["left"], codec.left) != is_interrupted
 
     run(3, main)
