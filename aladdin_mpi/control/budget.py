@@ -288,6 +288,15 @@ class Budget:
         """Grant nothing more: the segment ends when the granted samples are used."""
         self.limit = self.drawn
 
+    def stop_after(self, rounds: int) -> None:
+        """Grant only up to the next multiple of ``rounds`` rounds of this segment.
+
+        A failure changes a round's samples, so call it again with each report.
+        """
+        missing = -len(self._rounds) % rounds
+        whole = self._rounds[-1].lease.whole if missing else 0
+        self.limit = min(self.limit, self.drawn + missing * whole)
+
     @property
     def used_up(self) -> bool:
         """Whether every sample of the run has been drawn."""

@@ -76,6 +76,8 @@ class Algorithm:
         options_of: the algorithm after which that field is named, if it is another.
         has_servers: whether it uses parameter servers.
         lockstep: all workers take the same number of steps, in rounds.
+        round_steps: number of such rounds between two exchanges, with these options, if a
+            checkpoint between them changes the result.
         holder: location of the global model. "servers": each server has its buckets; "first":
             every worker has the same model, and the first one's is used; "all": the weighted
             mean of all workers' models (the consensus).
@@ -107,6 +109,7 @@ class Algorithm:
     options_of: str = ""
     has_servers: bool = False
     lockstep: bool = False
+    round_steps: Callable[[GeneralOptions], int] = lambda run: 1
     holder: Holder = "servers"
     has_centre: bool = False
     least_workers: int = 1
@@ -633,6 +636,7 @@ DILOCO = Algorithm(
     DilocoOptions,
     islands=True,
     lockstep=True,
+    round_steps=lambda run: own(run, DilocoOptions).steps,
     holder="first",
     all_reduces="progress",
     needs_all=lambda run: _sums_need_all(run, own(run, DilocoOptions).allreduce),

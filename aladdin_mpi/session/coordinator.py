@@ -173,6 +173,7 @@ class Coordinator:
         self.measures = role.measures
         lockstep = context.leaders if context.algorithm.lockstep else ()
         self.budget = Budget(transport, plan.total, self._report, lockstep, context.unit)
+        self._round_steps = context.algorithm.round_steps(context.options)
         self.ledger = Ledger(transport, self._first_worker, self.budget)
         self.failures = Failures(context, self.budget, self.moment)
         self._hooks = hooks
@@ -258,7 +259,7 @@ class Coordinator:
             self._rate = report.rate
         limit, opened = self.plan.checkpoint_seconds, self._opened
         if limit and opened is not None and self._transport.now() - opened >= limit:
-            self.budget.stop()
+            self.budget.stop_after(self._round_steps)
         for hook in self._hooks:
             hook.on_report(self, report)
 

@@ -129,6 +129,32 @@ def test_stop_ends_leases_of_the_segment() -> None:
     assert budget.total == 100_000
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_segment_can_end_after_a_multiple_of_rounds(seed: int) -> None:
+    """Workers request up to several rounds ahead, and a failure changes the rounds' size."""
+
+    def main(transport: VirtualTransport) -> object:
+        if transport.rank == 0:
+            budget = Budget(
+                transport,
+                100_000,
+                lambda rank, report: budget.stop_after(7) if transport.now() > 3.0 else None,
+                lockstep=range(1, 4),
+            )
+            budget.open(budget.total)
+            transport.sleep(ENOUGH)
+            return budget
+        r = random.Random(10 * seed + transport.rank)
+        return draw_all(transport, 2, lambda: r.uniform(0, 0.2))
+
+    cluster = Cluster(failures={3: 3.1} if seed % 2 else {})
+    budget, *leases = VirtualCluster(4, cluster, seed).run(main)
+    assert isinstance(budget, Budget)
+    assert 6 * 7 < budget.drawn < 600
+    rounds = {lease.start for lease in leases[0]}  # type: ignore[attr-defined]
+    assert len(rounds) % 7 == 0
+
+
 def test_worker_can_stop_the_run_for_all_workers() -> None:
     def main(transport: VirtualTransport) -> object:
         if transport.rank == 0:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.hooks.checkpoints import CheckpointStore
@@ -83,6 +84,20 @@ def test_resume_extends_a_finished_run(tmp_path: Path) -> None:
     evaluations = metrics(run_dir, "eval")
     assert rises(evaluations)  # the end of the first run is not measured again
     assert evaluations[-1]["samples"] == 2 * EPOCH
+
+
+def test_checkpoint_by_time_does_not_cut_a_round_of_diloco(tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    plan = [*PLAN, "--algorithm", "diloco", "--diloco-steps", 7]
+    simulate(whole, *plan, "--checkpoint-every", "never", modules=PROGRAMS)
+    env = {"KILLED_AT_STEP": "50"}
+    simulate(killed, *plan, "--checkpoint-every", "1s", modules=PROGRAMS, env=env, check=False)
+    drawn = checkpoint_part(killed, 0)["drawn"]
+    assert drawn > 0
+    assert drawn % (7 * 3 * 24) == 0
+    simulate(None, "--resume", killed, modules=PROGRAMS)
+    models = [torch.load(run_dir / "model.pt") for run_dir in (whole, killed)]
+    assert all(map(torch.equal, *(model.values() for model in models)))
 
 
 # -- over MPI ----------------------------------------------------------------------------
