@@ -28,8 +28,11 @@ EPOCH = 1437
 
 
 def words(run_dir: Path | None, options: Sequence[object]) -> list[str]:
-    """Return the command line for ``options``, an alternating list of names and values."""
-    where = [] if run_dir is None else ["--run-dir", str(run_dir)]
+    """Return the command line for ``options``, an alternating list of names and values.
+
+    Evaluations of a new run, which usually take longer than its training, use few batches.
+    """
+    where = [] if run_dir is None else ["--bn-batches", "8", "--run-dir", str(run_dir)]
     return [*where, *map(str, options)]
 
 

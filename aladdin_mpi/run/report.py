@@ -78,8 +78,14 @@ def draw_curves(
     from matplotlib import pyplot
 
     width = 4.3 * len(shown)
+    # By hand: matplotlib draws a figure a second time to lay it out.
+    margins = {"left": 0.7 / width, "right": 1 - 0.1 / width, "bottom": 0.13, "top": 0.91}
     figure, axes = pyplot.subplots(
-        1, len(shown), figsize=(width, 3.6), constrained_layout=True, squeeze=False
+        1,
+        len(shown),
+        figsize=(width, 3.6),
+        squeeze=False,
+        gridspec_kw={**margins, "wspace": 0.27},
     )
     for axis, (panel, points) in zip(axes[0], shown.items(), strict=True):
         _draw_panel(axis, panel, points)

@@ -31,6 +31,18 @@ CLUSTER: list[Any] = ["--workers", 6, "--hosts", 3, "--jitter", 0.2, "--quiet"]
 ISLANDS = ["--island", 2]
 """The two workers of a host."""
 SERVED = [name for name in ABLE if ALGORITHMS[name].has_servers]
+OFTEN = ("aladdin-ahead", "ar-sgd", "bsp", "sgp")
+"""One algorithm of each kind."""
+
+
+def often(*values: Any, usual: bool) -> Any:
+    """Return a parameter that `make test` has only if it is ``usual``."""
+    return pytest.param(*values, marks=() if usual else pytest.mark.long)
+
+
+def kinds(names: list[str]) -> list[Any]:
+    """Return all ``names``, of which one of each kind is usual."""
+    return [often(name, usual=name in OFTEN) for name in names]
 
 
 def run(folder: Path, *options: Any) -> dict[str, Any]:
@@ -39,12 +51,15 @@ def run(folder: Path, *options: Any) -> dict[str, Any]:
     return summary(folder)
 
 
-@pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("algorithm", ABLE)
+@pytest.mark.parametrize(
+    ("algorithm", "servers"),
+    [
+        *(often(name, 1, usual=name in OFTEN or name not in SERVED) for name in ABLE),
+        *((name, 2) for name in SERVED),
+    ],
+)
 def test_island_is_one_worker(tmp_path: Path, algorithm: str, servers: int) -> None:
     """With one server, or none, the members own no lane of their own, or all of them."""
-    if servers > 1 and algorithm not in SERVED:
-        pytest.skip("it has no servers")
     is_a_sum = algorithm in ("bsp", "ar-sgd")
     # An incomplete last round is distributed differently and has other samples.
     samples = 960 if is_a_sum else 1000
@@ -191,11 +206,9 @@ def test_resumed_run_with_islands_equals_the_uninterrupted_one(
     assert summary(tmp_path / "whole") == summary(tmp_path / "half")
 
 
-USUAL = {("ar-sgd", 2), ("sgp", 2), *((name, 4) for name in ABLE), ("aladdin-ahead", 8)}
+USUAL = {("ar-sgd", 2), ("sgp", 2), *((name, 4) for name in OFTEN), ("aladdin-ahead", 8)}
 CHANGES = [
-    pytest.param(name, workers, marks=() if (name, workers) in USUAL else pytest.mark.long)
-    for name in ABLE
-    for workers in (2, 4, 8)
+    often(name, workers, usual=(name, workers) in USUAL) for name in ABLE for workers in (2, 4, 8)
 ]
 
 
@@ -240,10 +253,9 @@ SIZES = {
     "other servers": (of_size(4, 8, 1), of_size(4, 8, 4)),
 }
 SIZE_CHANGES = [
-    pytest.param(name, size, marks=() if often else pytest.mark.long)
+    often(name, size, usual=name == "aladdin-ahead" or (name in OFTEN and size == "to single"))
     for name in ABLE
     for size in SIZES
-    for often in [name in ("ar-sgd", "aladdin-ahead") or size == "to single"]
 ]
 
 
@@ -392,7 +404,7 @@ FAILED = ["--failures", "4=1.3", "--eval-every", 0.25, "--checkpoint-every", 960
 """A member of the island (1, 4), or (4, 7) with two servers, in the fifth round or so."""
 
 
-@pytest.mark.parametrize("algorithm", ABLE)
+@pytest.mark.parametrize("algorithm", kinds(ABLE))
 def test_failed_rank_ends_its_island_only(tmp_path: Path, algorithm: str) -> None:
     """The others train to the end, and a resumed run has all islands again."""
     servers = 2 if algorithm in SERVED else 0
@@ -425,7 +437,7 @@ def check_continued(figures: dict[str, Any], failed: set[int], samples: int = 19
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-@pytest.mark.parametrize("algorithm", [name for name in ABLE if name not in SERVED])
+@pytest.mark.parametrize("algorithm", kinds([name for name in ABLE if name not in SERVED]))
 def test_run_continues_without_the_island_of_rank_0(
     tmp_path: Path, algorithm: str, rank: int
 ) -> None:
@@ -441,7 +453,7 @@ def test_run_continues_without_the_island_of_rank_0(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("algorithm", SERVED)
+@pytest.mark.parametrize("algorithm", kinds(SERVED))
 def test_islands_continue_without_a_server(tmp_path: Path, algorithm: str, rank: int) -> None:
     """The other server then has both lanes."""
     options = ["--algorithm", algorithm, *ISLANDS, "--servers", 2, "--samples", 1920]

@@ -130,7 +130,7 @@ def test_passes_without_backward_between_steps_use_the_present_model(tmp_path: P
     assert of_epochs[0] == pytest.approx(of_epochs[1], rel=1e-4) and len(of_epochs[0]) == 8
 
 
-@pytest.mark.parametrize("algorithm", ["ar-sgd", "aladdin"])
+@pytest.mark.parametrize("algorithm", ["ar-sgd", pytest.param("aladdin", marks=pytest.mark.long)])
 def test_ranks_write_their_parts_of_the_model(tmp_path: Path, algorithm: str) -> None:
     """In the format of torch.distributed.checkpoint, which one process can read as a whole."""
     check(train(tmp_path, algorithm, epochs=2, model_format="dcp"), 192)
@@ -191,7 +191,10 @@ def test_other_division_of_the_model_is_refused(tmp_path: Path) -> None:
     check_names(refusal(completed), "resume", "divided by FSDP")
 
 
-@pytest.mark.parametrize(("algorithm", "ranks"), [("ar-sgd", 6), ("aladdin-ahead", 8)])
+@pytest.mark.parametrize(
+    ("algorithm", "ranks"),
+    [pytest.param("ar-sgd", 6, marks=pytest.mark.long), ("aladdin-ahead", 8)],
+)
 def test_number_of_islands_changes(tmp_path: Path, algorithm: str, ranks: int) -> None:
     """The third island starts from the global model; a part of it remains with each rank."""
     folder = tmp_path / "run"
@@ -204,7 +207,9 @@ def test_number_of_islands_changes(tmp_path: Path, algorithm: str, ranks: int) -
     assert figures["test_loss"] < 0.6 * before["test_loss"]
 
 
-@pytest.mark.parametrize("algorithm", ["ar-sgd", "aladdin-ahead"])
+@pytest.mark.parametrize(
+    "algorithm", [pytest.param("ar-sgd", marks=pytest.mark.long), "aladdin-ahead"]
+)
 def test_size_of_islands_changes(tmp_path: Path, algorithm: str) -> None:
     """The parts of parameters and of AdamW's moments are divided among more ranks."""
     before = check(train(tmp_path, algorithm, epochs=2), 192)
@@ -291,7 +296,7 @@ def test_sharded_model_cannot_be_simulated(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("algorithm", "killed"),
     [
-        ("aladdin-ahead", 5),
+        pytest.param("aladdin-ahead", 5, marks=pytest.mark.long),
         ("aladdin-ahead", 2),  # of the island that measures
         pytest.param("ar-sgd", 3, marks=pytest.mark.long),
         pytest.param("async-diloco", 4, marks=pytest.mark.long),
