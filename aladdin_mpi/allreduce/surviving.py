@@ -277,13 +277,15 @@ class SurvivingSums:
 class PlainSums:
     """The sums of one step after another over all ranks; the failure of any rank ends them.
 
-    Then the codec's state is that before the step, as its model has not changed.
+    Args:
+        residual: of the codec; after a failure its state is that before the step, as the model has
+            not changed. None if there is none, or nothing continues after a failure.
     """
 
-    def __init__(self, all_reduce: AllReduce, ranks: int, codec: SumCodec) -> None:
+    def __init__(self, all_reduce: AllReduce, ranks: int, residual: Residual | None = None) -> None:
         self._all_reduce = all_reduce
         self._ranks = range(ranks)
-        self._residual = codec if isinstance(codec, Residual) else None
+        self._residual = residual
         self._started: list[tuple[Bucket, PendingSum]] = []
 
     def start(self, values: Tensor, bucket: Bucket) -> None:
@@ -335,4 +337,5 @@ def make_sums(
     if tolerates_failures(name, transport, codec):
         return SurvivingSums(name, transport, new_vector, codec.plain.dtype)
     all_reduce = make_all_reduce(name, transport, device, codec, buckets)
-    return PlainSums(all_reduce, transport.size, codec)
+    residual = codec if isinstance(codec, Residual) and transport.survives else None
+    return PlainSums(all_reduce, transport.size, residual)
