@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,13 +129,29 @@ class Run:
         """Return a text that identifies this run."""
         return json.dumps(asdict(self), sort_keys=True)
 
-    def command(self, folder: Path, data: Path | None) -> list[str]:
-        """Return the command line, with ``folder`` as run folder and the folder of CIFAR-10."""
+    @property
+    def teacher(self) -> Run | None:
+        """Return the run with the same gradients in another cell; None: this one, or there is none.
+
+        If all workers advance in rounds, what they learn depends neither on the links nor on their
+        speeds.
+        """
+        plain = replace(self.cell, link=Cell.link, speeds=Cell.speeds)
+        if plain == self.cell or not find_algorithm(self.algorithm).lockstep:
+            return None
+        return replace(self, cell=plain)
+
+    def command(self, folder: Path, data: Path | None, timed: bool = False) -> list[str]:
+        """Return the command line, with ``folder`` as run folder and the folder of CIFAR-10.
+
+        With ``timed``, all gradients are zero.
+        """
         cell = self.cell
         servers = 1 if find_algorithm(self.algorithm).has_servers else 0
         own = [word for pair in self.options for word in pair]
-        arguments = [cell.task, folder, self.seed, cell.steps, cell.workers, self.peak, POINTS]
-        if cell.task != "gpt":
+        name = f"{cell.task} timed" if timed else cell.task
+        arguments = [name, folder, self.seed, cell.steps, cell.workers, self.peak, POINTS]
+        if cell.task != "gpt" and not timed:
             if data is None:
                 raise UserError(f"--data-dir: {cell.task} requires the folder of CIFAR-10; give it")
             arguments.append(data)
@@ -144,8 +160,8 @@ class Run:
         return [*words, "--", *map(str, arguments)]
 
 
-def carry_out(run: Run, data: Path | None) -> dict[str, Any]:
-    """Simulate a run and return its figures.
+def carry_out(run: Run, data: Path | None, timed: bool = False) -> dict[str, Any]:
+    """Simulate a run and return its figures; with ``timed``, without learning anything.
 
     Returns:
         ``loss`` on the held-out samples; ``curve``, a list of evaluations with ``samples``,
@@ -160,7 +176,7 @@ def carry_out(run: Run, data: Path | None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="outer-") as temporary:
         folder = Path(temporary) / "run"
         done = subprocess.run(
-            run.command(folder, data),
+            run.command(folder, data, timed),
             capture_output=True,
             text=True,
             check=False,
@@ -201,6 +217,17 @@ def _figures(
         "sent": summary["bytes_sent_per_step"] / (4 * expected),
         "received": received / steps / (4 * expected),
     }
+
+
+def taught(figures: Mapping[str, Any], times: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures of a run that learns as in ``figures`` in the time of ``times``."""
+    curve = [
+        {**line, "seconds": timed["seconds"]}
+        for line, timed in zip(figures["curve"], times["curve"], strict=True)
+        if line["samples"] == timed["samples"]
+    ]
+    assert len(curve) == len(times["curve"])
+    return {**times, "loss": figures["loss"], "curve": curve}
 
 
 def time_to(curve: Sequence[Mapping[str, Any]], target: float) -> float | None:

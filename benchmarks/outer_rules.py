@@ -1,8 +1,9 @@
 """The rules that `benchmarks.outer` compares, and how their settings are tuned.
 
 A rule has axes: lists of choices, of which one each makes a setting. The plan below is the same for
-all rules. In the first cell of a task, every axis is searched once, in the order of the rule, by
-itself. In other cells only the axes in `RETUNED` are, from the setting of the cell named there.
+all rules. The axes are searched one after another, again and again, until no choice on any of them
+is better; in the first cell of a task from two settings, averaging and a published one, in another
+cell from the result of its `parent`.
 """
 
 from __future__ import annotations
@@ -27,16 +28,23 @@ RATES = {
 }
 FIRST_RATE = 4
 """Index of the rate with which the search begins; it ends where both neighbours are worse."""
-PEAK, ROUNDS = "peak", "rounds"
-WIRES = ("int4", "int2", "fp32")
+PEAK, ROUNDS, WIRE = "peak", "rounds", "wire"
+WIRES = ("int4", "int2")
 OUTER = ((1.0, 0.0), (1.0, 0.5), (0.7, 0.8), (0.7, 0.9))
 """Learning rates and momenta of outer optimizers; the first is averaging."""
-STEPS = (4, 8, 16, 32, 64)
+STEPS = (4, 8, 12, 16, 24, 32, 48, 64)
+SWEEPS = 5
+"""Largest number of searches of all axes."""
+PUBLISHED = {ROUNDS: STEPS.index(32), "outer": len(OUTER) - 1, "fragments": 2}
+"""Choices of DiLoCo's authors that are the second start: 32 steps, 0.7 and 0.9, four fragments."""
 RANKS = (1, 2, 4, 8)
-TARGETS = {("gpt", 200): 2.5, ("gpt", 1000): 2.1, ("resnet20", 200): 1.7, ("resnet20", 1000): 1.0}
-"""Losses to which times are measured, by task and steps."""
+TARGETS = {("gpt", False): 2.5, ("gpt", True): 2.1, ("resnet20", False): 1.7}
+"""Losses to which times are measured, by task and whether runs are long."""
+LONG = 1000
+LADDER = (0.2, 0.1, 0.05, 0.0)
+"""Times are also measured to losses that are larger by this much."""
 SLOWEST = 200
-"""On this link, no rule whose bytes it carries reaches the loss of others in 200 steps ..."""
+"""On this link, no rule whose bytes it carries reaches the target of others in 200 steps ..."""
 ALLOWANCE = 0.1
 """... so that times are measured to a loss that is larger by this much."""
 MARGIN = 1.1
@@ -80,6 +88,11 @@ class Rule:
         """Return the setting with which the search begins."""
         return {axis.name: axis.first for axis in self.all_axes(task)}
 
+    def published(self, task: str) -> Point:
+        """Return the second start of the search."""
+        first = self.first(task)
+        return {**first, **{name: i for name, i in PUBLISHED.items() if name in first}}
+
     def run(self, cell: Cell, point: Point, seed: int) -> Run:
         """Return a run with a setting."""
         options = dict(self.fixed)
@@ -120,15 +133,13 @@ def rules(wires: Sequence[str] = WIRES) -> dict[str, Rule]:
 
     Servers do not send int2.
     """
-    wire = _axis("wire", "--wire", wires, ordered=False)
+    wire = _axis(WIRE, "--wire", wires, ordered=False)
     steps = _axis(ROUNDS, "--diloco-steps", STEPS)
     streams = _axis("fragments", "--diloco-fragments", (1, 2, 4))
     blends = _axis("blend", "--diloco-blend", (0.5, 0), ordered=False)
     exchanges = _axis(ROUNDS, "--async-diloco-steps", STEPS)
-    of_servers = _axis(
-        "wire", "--wire", [w for w in wires if w != "int2"] or ["int4"], ordered=False
-    )
-    ranks = _axis(ROUNDS, "--powersgd-rank", RANKS)
+    of_servers = _axis(WIRE, "--wire", [w for w in wires if w != "int2"] or ["int4"], ordered=False)
+    ranks = _axis("rank", "--powersgd-rank", RANKS)
     known = (
         Rule(REFERENCE, "ar-sgd"),
         Rule("ar-sgd, int4", "ar-sgd", fixed={"--wire": "int4"}),
@@ -144,35 +155,50 @@ def rules(wires: Sequence[str] = WIRES) -> dict[str, Rule]:
 
 
 def target(cell: Cell) -> float:
-    """Return the loss to which times are measured in a cell."""
-    loss = TARGETS.get((cell.task, cell.steps), 4.0)
+    """Return the lowest loss to which times are measured in a cell."""
+    loss = TARGETS.get((cell.task, cell.steps >= LONG), 4.0)
     return loss + ALLOWANCE if cell.link == SLOWEST else loss
 
 
-def score(aim: Aim, cell: Cell, figures: Mapping[str, Any]) -> tuple[float, float]:
-    """Return a figure of merit, the smaller the better; diverged runs come last."""
+def score(aim: Aim, cell: Cell, figures: Mapping[str, Any]) -> tuple[float, ...]:
+    """Return a figure of merit, the smaller the better; diverged runs come last.
+
+    Of settings that do not reach the target, those that come closest to it are better, then the
+    fastest.
+    """
     loss = figures["loss"]
     loss = inf if loss is None or not isfinite(loss) else loss
     if aim == "loss":
         return max(figures["sent"] * cell.link / MARGIN, 1.0), loss
-    reached = time_to(figures["curve"], target(cell))
-    return inf if reached is None else reached, loss
+    times = [time_to(figures["curve"], target(cell) + more) for more in LADDER]
+    reached = [time for time in times if time is not None]
+    return len(LADDER) - len(reached), reached[-1] if reached else inf, loss
 
 
-def parent(cell: Cell) -> tuple[Cell, tuple[str, ...]] | None:
-    """Return the cell whose setting is used, and the axes that are tuned again; None: the first.
+def parent(cell: Cell) -> tuple[Cell, Sequence[str]] | None:
+    """Return the cell from whose setting the search begins, and the axes to search if not all.
 
-    Tuning with other numbers of workers, and for each pattern of speeds, is out of reach.
+    None: the first cell.
     """
+    if cell.steps >= LONG:
+        return replace(cell, steps=200), (PEAK,)
     if cell.workers != 8:
-        return replace(cell, workers=8), ()
+        return replace(cell, workers=8, steps=200), (ROUNDS, WIRE, PEAK)
     if cell.speeds not in ("equal", "slow 10"):
         return replace(cell, speeds="slow 10"), ()
     if cell.speeds != "equal":
-        return replace(cell, speeds="equal"), (ROUNDS, PEAK)
-    if cell.link != 50:
-        return replace(cell, link=50), (ROUNDS, PEAK)
-    return None if cell.steps == 200 else (replace(cell, steps=200), (PEAK,))
+        return replace(cell, speeds="equal"), ()
+    return None if cell.link == 50 else (replace(cell, link=50), ())
+
+
+def without_slowest(cell: Cell) -> Cell | None:
+    """Return a cell with the samples of ``cell`` but without its slow worker, if it has one."""
+    if not cell.speeds.startswith("slow"):
+        return None
+    workers = cell.workers - 1
+    return replace(
+        cell, workers=workers, speeds="equal", steps=-(-cell.steps * cell.workers // workers)
+    )
 
 
 def tune(rule: Rule, cell: Cell, aim: Aim, figures: Callable[[Run], Mapping[str, Any]]) -> Point:
@@ -185,24 +211,33 @@ def tune(rule: Rule, cell: Cell, aim: Aim, figures: Callable[[Run], Mapping[str,
         figures: returns the figures of a run.
     """
     axes, origin = rule.all_axes(cell.task), parent(cell)
-    point: Point = rule.first(cell.task)
+    starts = [rule.first(cell.task), rule.published(cell.task)]
     if origin is not None:
-        point = tune(rule, origin[0], aim, figures)
-        axes = tuple(axis for axis in axes if axis.name in origin[1])
+        starts = [tune(rule, origin[0], aim, figures)]
+        axes = tuple(axis for axis in axes if axis.name in origin[1] or not origin[1])
 
-    def of(point: Point) -> tuple[float, float]:
+    def of(point: Point) -> tuple[float, ...]:
         return score(aim, cell, figures(rule.run(cell, point, 0)))
 
-    for axis in axes:
-        point = _climb(axis, point, of) if axis.ordered else _best(axis, point, of)
+    return min((_search(axes, start, of) for start in starts), key=of)
+
+
+def _search(axes: Sequence[Axis], point: Point, of: Callable[[Point], tuple[float, ...]]) -> Point:
+    """Return a setting such that no other choice on one axis is better."""
+    for _ in range(SWEEPS):
+        before = point
+        for axis in axes:
+            point = _climb(axis, point, of) if axis.ordered else _best(axis, point, of)
+        if point == before:
+            break
     return point
 
 
-def _best(axis: Axis, point: Point, of: Callable[[Point], tuple[float, float]]) -> Point:
+def _best(axis: Axis, point: Point, of: Callable[[Point], tuple[float, ...]]) -> Point:
     return min(({**point, axis.name: index} for index in range(len(axis.choices))), key=of)
 
 
-def _climb(axis: Axis, point: Point, of: Callable[[Point], tuple[float, float]]) -> Point:
+def _climb(axis: Axis, point: Point, of: Callable[[Point], tuple[float, ...]]) -> Point:
     """Return the best setting reached by moving along the axis as long as that is better."""
     for way in (1, -1):
         while 0 <= point[axis.name] + way < len(axis.choices):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from aladdin_mpi.data.datasets import DatasetPair, load_dataset
 from aladdin_mpi.data.models import build_model
@@ -106,6 +106,10 @@ def initialise(model: nn.Module) -> nn.Module:
     return model
 
 
+def _adamw(model: nn.Module, peak: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.8, 0.99), weight_decay=0.05)
+
+
 def text() -> Task:
     """Return a GPT of 110,000 parameters on the characters of Python's standard library."""
     gpt = example()
@@ -120,14 +124,11 @@ def text() -> Task:
         losses = [loss(model, part).item() for part in held_out.split(PART)]
         return {"test_loss": sum(losses) / len(losses)}
 
-    def adamw(model: nn.Module, peak: float) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.8, 0.99), weight_decay=0.05)
-
     settings = {"batch_size": BATCH["gpt"], "clip": 1.0}
     return Task(
         lambda: initialise(gpt.GPT(LETTERS, LENGTH, layers=LAYERS)),
         Windows(train),
-        adamw,
+        _adamw,
         loss,
         evaluate,
         settings,
@@ -167,8 +168,31 @@ def pictures(folder: Path) -> Task:
     return Task(model, pair.train, None, loss, evaluate, settings)
 
 
+def timed(name: str) -> Task:
+    """Return a task with the parameters of ``name``, all of whose gradients are zero."""
+
+    def model() -> nn.Module:
+        if name == "gpt":
+            return example().GPT(LETTERS, LENGTH, layers=LAYERS)
+        return build_model("resnet20", 10, 3, SIDE)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return sum((each.sum() * 0.0 for each in model.parameters()), torch.zeros(()))
+
+    settings: dict[str, Any] = {"batch_size": BATCH[name], "bn_batches": 0}
+    settings |= {"clip": 1.0} if name == "gpt" else {"nesterov": True}
+    data = TensorDataset(torch.zeros(100_000))
+    return Task(model, data, _adamw if name == "gpt" else None, loss, _nothing, settings)
+
+
+def _nothing(model: nn.Module) -> dict[str, float]:
+    return {"test_loss": 0.0}
+
+
 def task(name: str, folder: Path | None) -> Task:
-    """Return the task ``gpt``, or ``resnet20`` with its data in ``folder``."""
+    """Return the task ``gpt``, or ``resnet20`` with its data in ``folder``, or either ``timed``."""
+    if name.endswith(" timed"):
+        return timed(name.removesuffix(" timed"))
     if name == "gpt":
         return text()
     assert folder is not None
