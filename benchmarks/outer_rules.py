@@ -32,11 +32,16 @@ PEAK, ROUNDS, WIRE = "peak", "rounds", "wire"
 WIRES = ("int4", "int2")
 OUTER = ((1.0, 0.0), (1.0, 0.5), (0.7, 0.8), (0.7, 0.9))
 """Learning rates and momenta of outer optimizers; the first is averaging."""
-STEPS = (4, 8, 12, 16, 24, 32, 48, 64)
+STEPS = (4, 6, 8, 12, 16, 24, 32, 48, 64)
+MOST_FRAGMENTS = 4
 SWEEPS = 5
 """Largest number of searches of all axes."""
-PUBLISHED = {ROUNDS: STEPS.index(32), "outer": len(OUTER) - 1, "fragments": 2}
-"""Choices of DiLoCo's authors that are the second start: 32 steps, 0.7 and 0.9, four fragments."""
+PUBLISHED = {
+    ROUNDS: "32",
+    "outer": "0.9",
+    "fragments": f"{MOST_FRAGMENTS}",
+}
+"""The second start: rounds as long as short runs allow, and the choices of DiLoCo's authors."""
 RANKS = (1, 2, 4, 8)
 TARGETS = {("gpt", False): 2.5, ("gpt", True): 2.1, ("resnet20", False): 1.7}
 """Losses to which times are measured, by task and whether runs are long."""
@@ -90,8 +95,12 @@ class Rule:
 
     def published(self, task: str) -> Point:
         """Return the second start of the search."""
-        first = self.first(task)
-        return {**first, **{name: i for name, i in PUBLISHED.items() if name in first}}
+        point = self.first(task)
+        for axis in self.axes:
+            for index, choice in enumerate(axis.choices):
+                if PUBLISHED.get(axis.name) in choice.values():
+                    point[axis.name] = index
+        return point
 
     def run(self, cell: Cell, point: Point, seed: int) -> Run:
         """Return a run with a setting."""
@@ -135,7 +144,8 @@ def rules(wires: Sequence[str] = WIRES) -> dict[str, Rule]:
     """
     wire = _axis(WIRE, "--wire", wires, ordered=False)
     steps = _axis(ROUNDS, "--diloco-steps", STEPS)
-    streams = _axis("fragments", "--diloco-fragments", (1, 2, 4))
+    divisible = _axis(ROUNDS, "--diloco-steps", [n for n in STEPS if n % MOST_FRAGMENTS == 0])
+    streams = _axis("fragments", "--diloco-fragments", (1, 2, MOST_FRAGMENTS))
     blends = _axis("blend", "--diloco-blend", (0.5, 0), ordered=False)
     exchanges = _axis(ROUNDS, "--async-diloco-steps", STEPS)
     of_servers = _axis(WIRE, "--wire", [w for w in wires if w != "int2"] or ["int4"], ordered=False)
@@ -147,7 +157,7 @@ def rules(wires: Sequence[str] = WIRES) -> dict[str, Rule]:
         Rule("aladdin-ahead", "aladdin-ahead"),
         Rule("local-sgd", "local-sgd", (_axis(ROUNDS, "--local-sgd-steps", STEPS), wire)),
         Rule("diloco", "diloco", (steps, wire, _outer("--diloco"))),
-        Rule(STREAMING, "diloco", (steps, wire, streams, blends, _outer("--diloco"))),
+        Rule(STREAMING, "diloco", (divisible, wire, streams, blends, _outer("--diloco"))),
         Rule("async-diloco", "async-diloco", (exchanges, of_servers, _outer("--async-diloco"))),
         Rule(OURS, OURS),
     )
