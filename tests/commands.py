@@ -32,8 +32,9 @@ def words(run_dir: Path | None, options: Sequence[object]) -> list[str]:
 
     Evaluations of a new run, which usually take longer than its training, use few batches.
     """
-    where = [] if run_dir is None else ["--bn-batches", "8", "--run-dir", str(run_dir)]
-    return [*where, *map(str, options)]
+    where = [] if run_dir is None else ["--run-dir", str(run_dir)]
+    is_new = run_dir is not None and not {"--bn-batches", "--"}.intersection(options)
+    return [*where, *map(str, options), *(["--bn-batches", "8"] if is_new else [])]
 
 
 def train(

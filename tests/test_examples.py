@@ -139,7 +139,8 @@ def example(name: str, *words: object, timeout: float = 120) -> str:
 
 @needs("openmpi")
 def test_own_data_example_trains_with_user_model_and_data(tmp_path: Path) -> None:
-    words = ("--model", "own_data:net", "--dataset", "own_data:data", "--epochs", 20, "--lr", 0.05)
+    words = ["--model", "own_data:net", "--dataset", "own_data:data", "--epochs", 20, "--lr", 0.05]
+    words += ["--bn-batches", 100]
     train(3, tmp_path / "run", *words, modules=ROOT / "examples")
     run_summary = summary(tmp_path / "run")
     assert run_summary["samples"] == 20 * 4000

@@ -62,7 +62,7 @@ class AheadWorker(TrainingWorker):
         super().__init__(worker, optimizer)
         self.wire = wire
         if isinstance(wire, QuantisedCodec):
-            wire.residual_dtype = torch.bfloat16
+            wire.residual.dtype = torch.bfloat16
         self.room = CompressionController(levels(bits, options.pi))
         layout = worker.layout
         weight, lookahead = _number(options.weight), _number(options.lookahead)

@@ -208,7 +208,7 @@ class _LowRankSum:
 
     def _matrix(self, factors: _Factors) -> Tensor:
         """Return the matrix's residual, to which the summand is added."""
-        left, matrix = self.state.residual(self.values.device), factors.matrix
+        left, matrix = self.state.on(self.values.device), factors.matrix
         return left[matrix.part].view(matrix.rows, matrix.columns)
 
     def _warm(self, factors: _Factors) -> Tensor:

@@ -105,7 +105,7 @@ class _Exchange:
         return self.codec.plain.stage(sent, self.sent)[1]
 
     def _left(self, values: Tensor) -> Tensor:
-        return self.codec.residual(values.device)[self.bucket.part]
+        return self.codec.residual.on(values.device)[self.bucket.part]
 
     def steps(self) -> Steps:
         """Exchange the parts, add this rank's, and send the sum to all."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from aladdin_mpi.allreduce import choose
 from aladdin_mpi.allreduce.base import AllReduce, PendingSum
 from aladdin_mpi.allreduce.messages import DirectAllReduce, RingAllReduce
-from aladdin_mpi.allreduce.with_residual import SumCodec, make_all_reduce
+from aladdin_mpi.allreduce.with_residual import SumCodec, make_all_reduce, residual_of
 from aladdin_mpi.codec.base import DenseWire
 from aladdin_mpi.codec.residual import Residual
 from aladdin_mpi.control.tags import COORDINATOR, Tag, of_generation
@@ -337,5 +337,5 @@ def make_sums(
     if tolerates_failures(name, transport, codec):
         return SurvivingSums(name, transport, new_vector, codec.plain.dtype)
     all_reduce = make_all_reduce(name, transport, device, codec, buckets)
-    residual = codec if isinstance(codec, Residual) and transport.survives else None
+    residual = residual_of(codec) if transport.survives else None
     return PlainSums(all_reduce, transport.size, residual)

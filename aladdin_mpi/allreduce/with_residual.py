@@ -12,6 +12,7 @@ from aladdin_mpi.allreduce.low_rank import LowRank, LowRankAllReduce
 from aladdin_mpi.allreduce.quantised import QuantisedAllReduce
 from aladdin_mpi.codec.base import GradientCodec
 from aladdin_mpi.codec.quantised import QuantisedCodec
+from aladdin_mpi.codec.residual import Residual
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.flat.replica import FlatModel
 from aladdin_mpi.options.general import GeneralOptions
@@ -25,6 +26,13 @@ def sum_codec(wire: GradientCodec, replica: FlatModel, options: GeneralOptions) 
     if options.compression != "powersgd":
         return wire
     return LowRank(wire.plain, replica.shapes, options.powersgd.rank)
+
+
+def residual_of(codec: SumCodec) -> Residual | None:
+    """Return what a codec leaves out of sums; None: nothing."""
+    if isinstance(codec, QuantisedCodec):
+        return codec.residual
+    return codec if isinstance(codec, LowRank) else None
 
 
 def make_all_reduce(

@@ -28,7 +28,7 @@ from aladdin_mpi.options.general import QUANTISED_BITS, SUM_BITS
 from aladdin_mpi.transport.base import Event
 
 
-class QuantisedCodec(Residual, ScaledCodec):
+class QuantisedCodec(ScaledCodec):
     """The codec; a worker's residual is less than a step for any value.
 
     Values held back are in the residual too. Buckets of fewer than nine values are not quantised.
@@ -37,8 +37,8 @@ class QuantisedCodec(Residual, ScaledCodec):
     """
 
     def __init__(self, wire: DenseWire, layout: Layout, bits: int) -> None:
-        ScaledCodec.__init__(self, wire)
-        Residual.__init__(self, layout.numel, wire.device)
+        super().__init__(wire)
+        self.residual = Residual(layout.numel, wire.device)
         self.holds = True
         self.bits = bits
 
@@ -81,23 +81,23 @@ class QuantisedCodec(Residual, ScaledCodec):
     def compress(
         self, bucket: Bucket, values: Tensor, samples: int, out: Tensor
     ) -> tuple[Tensor, Event | None]:
-        """Encode the sum of ``left`` and ``values``; keep the rounding error in ``left``."""
+        """Encode the sum of the residual and ``values``; keep the rounding error."""
         out = cut(out, 0, self.length(bucket))
         if values.is_meta:
             return out, None
-        message, left = on_device_of(out, values), self.residual(values.device)
+        message, left = on_device_of(out, values), self.residual.on(values.device)
         take(values, left[bucket.part], message, self.bits, self.scratch)
         return self._wire.stage(message, out)
 
     def hold(self, bucket: Bucket, values: Tensor) -> None:
-        """Add ``values`` to ``left``."""
+        """Add ``values`` to the residual."""
         if not values.is_meta:
-            add(bucket.of(self.residual(values.device)), values)
+            add(bucket.of(self.residual.on(values.device)), values)
 
     def add_held(self, bucket: Bucket, target: Tensor, alpha: float) -> None:
-        """Add ``alpha`` times ``left`` to ``target``."""
+        """Add ``alpha`` times the residual to ``target``."""
         if not target.is_meta:
-            add(target, bucket.of(self.residual(target.device)), alpha)
+            add(target, bucket.of(self.residual.on(target.device)), alpha)
 
     # -- receiving -------------------------------------------------------------
     def _scales(self, message: Tensor, numel: int) -> Tensor:
@@ -118,6 +118,19 @@ class QuantisedCodec(Residual, ScaledCodec):
             super().add_to(bucket, message, targets)
         else:
             add_dequantised_to(message, targets, self.scratch)
+
+    # -- checkpoints -------------------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        """Return the residual."""
+        return self.residual.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the residual."""
+        self.residual.load_state_dict(state)
+
+    def scale_held_back(self, factor: float) -> None:
+        """Scale the residual."""
+        self.residual.scale_held_back(factor)
 
 
 class QuantisedEncoder(ShadowEncoder):

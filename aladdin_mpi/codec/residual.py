@@ -11,13 +11,13 @@ from aladdin_mpi.flat.layout import Bucket
 
 
 class Residual:
-    """Base of codecs with a residual, the flat vector ``left``.
+    """The flat vector ``left`` of a codec.
 
     A failure may interrupt a sum whose summand stays in the model, so that a later sum includes it
     again. Then the residual must not change: :meth:`keep` copies a part of it before the sum, and
     the state is that of the copies until :meth:`settle`.
 
-    With ``residual_dtype`` bf16 the residual is rounded, which loses at most a 256th of it.
+    With ``dtype`` bf16 the residual is rounded, which loses at most a 256th of it.
 
     Args:
         numel: length of the flat vector.
@@ -25,24 +25,24 @@ class Residual:
     """
 
     def __init__(self, numel: int, device: torch.device) -> None:
-        self.residual_dtype = torch.float32
+        self.dtype = torch.float32
         self._numel = numel
         self._device = device
         self.left: Tensor | None = None
         """Flat residual; None until something has been sent."""
         self._kept: list[tuple[slice, Tensor]] = []
 
-    def residual(self, device: torch.device) -> Tensor:
+    def on(self, device: torch.device) -> Tensor:
         """Return ``left``, created on the device of the values if necessary."""
         if self.left is None:
-            self.left = torch.zeros(self._numel, dtype=self.residual_dtype, device=device)
+            self.left = torch.zeros(self._numel, dtype=self.dtype, device=device)
         return self.left
 
     # -- sums that a failure may interrupt ---------------------------------------------
     def keep(self, bucket: Bucket, values: Tensor) -> None:
         """Keep the residual of ``bucket`` until :meth:`settle`; ``values`` are to be summed."""
         if not values.is_meta:
-            part = bucket.of(self.residual(values.device))
+            part = bucket.of(self.on(values.device))
             self._kept.append((bucket.part, part.clone()))
 
     def settle(self) -> None:
@@ -64,7 +64,7 @@ class Residual:
         saved = state["left"]
         self.left = None
         if saved is not None:
-            self.left = saved.to(self._device, self.residual_dtype, copy=True)
+            self.left = saved.to(self._device, self.dtype, copy=True)
 
     def scale_held_back(self, factor: float) -> None:
         """Scale ``left``."""

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from aladdin_mpi.algorithms.diloco import fragments
-from aladdin_mpi.allreduce.low_rank import LowRank
-from aladdin_mpi.codec.quantised import QuantisedCodec
+from aladdin_mpi.allreduce.with_residual import residual_of
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.layout import cut
 from aladdin_mpi.options.algorithms import ALGORITHMS
@@ -76,9 +75,9 @@ def residuals(outcome: Outcome) -> Tensor:
     rows = []
     for worker in outcome.workers:
         codec: Any = worker.role.codec  # type: ignore[attr-defined]
-        assert isinstance(codec, QuantisedCodec | LowRank)
-        assert codec.left is not None
-        rows.append(codec.left)
+        residual = residual_of(codec)
+        assert residual is not None and residual.left is not None
+        rows.append(residual.left)
     return torch.stack(rows)
 
 

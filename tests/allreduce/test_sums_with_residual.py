@@ -14,7 +14,7 @@ from torch import Tensor
 from aladdin_mpi.allreduce.base import AllReduce, PendingSum
 from aladdin_mpi.allreduce.low_rank import LowRank
 from aladdin_mpi.allreduce.surviving import PlainSums
-from aladdin_mpi.allreduce.with_residual import SumCodec, make_all_reduce
+from aladdin_mpi.allreduce.with_residual import SumCodec, make_all_reduce, residual_of
 from aladdin_mpi.codec.quantised import make_codec
 from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.flat.layout import Layout, cut
@@ -239,14 +239,15 @@ def test_interrupted_sums_leave_the_state_unchanged(kind: str) -> None:
 
     def main(transport: VirtualTransport) -> None:
         layout = layout_of()
-        codec: Any = codec_of(kind, layout)
+        codec = codec_of(kind, layout)
+        residual = residual_of(codec)
+        assert residual is not None
         reducer = make_all_reduce("auto", transport, CPU, codec, layout.buckets)
         for turn in range(2):
             is_interrupted = turn == 1
             before = deepcopy(codec.state_dict())
-            sums = PlainSums(
-                Interrupted(reducer) if is_interrupted else reducer, transport.size, codec
-            )
+            all_reduce = Interrupted(reducer) if is_interrupted else reducer
+            sums = PlainSums(all_reduce, transport.size, residual)
             flat = summands(transport, turn, layout.numel)
             for bucket in layout.buckets:
                 sums.start(bucket.of(flat), bucket)
@@ -256,6 +257,6 @@ def test_interrupted_sums_leave_the_state_unchanged(kind: str) -> None:
             for name, values in after.items():
                 is_same = before[name] is not None and torch.equal(values, before[name])
                 assert is_same == is_interrupted
-            assert torch.equal(after["left"], codec.left) != is_interrupted
+            assert torch.equal(after["left"], residual.on(CPU)) != is_interrupted
 
     run(3, main)

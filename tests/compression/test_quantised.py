@@ -249,7 +249,7 @@ def test_held_values_are_in_next_message(bits: int, numel: int) -> None:
 def test_rounded_residual_loses_less_than_256th_of_step(bits: int) -> None:
     numel, count = 700, 50
     codec, bucket = codec_of(numel, bits), layout_of(numel).buckets[0]
-    codec.residual_dtype = torch.bfloat16
+    codec.residual.dtype = torch.bfloat16
     room = codec.buffer_for(torch.zeros(numel))
     whole, arrived, allowed = torch.zeros(3, numel, dtype=torch.float64)
     for seed in range(count):
@@ -258,8 +258,8 @@ def test_rounded_residual_loses_less_than_256th_of_step(bits: int) -> None:
         codec.add(bucket, message, arrived)
         whole += values
         allowed += 0.5 * step_of(message, numel) / 256
-    assert codec.left is not None and codec.left.dtype == torch.bfloat16
-    lost = (whole - arrived - codec.left).abs()
+    assert codec.residual.left is not None and codec.residual.left.dtype == torch.bfloat16
+    lost = (whole - arrived - codec.residual.left).abs()
     assert (lost <= allowed + 1e-4).all()
     assert lost.mean() > 1e-5  # otherwise nothing was rounded
 
@@ -276,8 +276,8 @@ def test_bits_may_change_between_messages() -> None:
         lengths.append(message.numel())
         whole += values
     assert lengths == [message_length(1000, 8), message_length(1000, 4)] * 3
-    assert codec.left is not None
-    torch.testing.assert_close(arrived + codec.left, whole)
+    assert codec.residual.left is not None
+    torch.testing.assert_close(arrived + codec.residual.left, whole)
 
 
 def test_non_finite_gradient_does_not_affect_next_message() -> None:
@@ -302,13 +302,13 @@ def test_numbers_of_quantised_message_are_its_scales() -> None:
 def test_restored_codec_state_is_bit_identical() -> None:
     codec, other, bucket = codec_of(1000), codec_of(1000), layout_of(1000).buckets[0]
     other.load_state_dict(codec.state_dict())
-    assert other.left is None
+    assert other.residual.left is None
     codec.compress(bucket, drawn(1000), 0, codec.buffer(1000))
     other.load_state_dict(codec.state_dict())
     mine, _ = codec.compress(bucket, drawn(1000, 1), 1, codec.buffer(1000))
     theirs, _ = other.compress(bucket, drawn(1000, 1), 1, other.buffer(1000))
     assert same_bits(mine, theirs)
-    assert other.left is not codec.left
+    assert other.residual.left is not codec.residual.left
 
 
 @all_bits

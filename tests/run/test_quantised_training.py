@@ -136,8 +136,9 @@ def test_quantised_training_loses_no_gradient(wire: str) -> None:
     for worker in end.workers:
         assert worker.role.counts()["coalesced"] > 0
         assert isinstance(worker.codec, QuantisedCodec)
-        assert worker.codec.left is not None
-        rows.append(end.job.lr * worker.codec.left)
+        left = worker.codec.residual.left
+        assert left is not None
+        rows.append(end.job.lr * left)
     waits = torch.stack(rows)
     assert waits.abs().max() > 1e-4
     assert (end.locals[0] - end.locals[1]).abs().max() > 1e-2
@@ -240,7 +241,7 @@ def test_ashl_decodes_quantised_pushes_of_every_size(wire: str, rate: float) -> 
             sent += moved
             assert reader.numbers(bucket, message).isfinite().all()
         assert sender.quantises is not None
-        for waits in (sender.left, sender.quantises.left):
+        for waits in (sender.left, sender.quantises.residual.left):
             if waits is not None:
                 arrived += waits
         torch.testing.assert_close(arrived, sent)

@@ -171,7 +171,7 @@ def test_algorithm_handles_a_segment_without_samples(name: str) -> None:
 
 
 # -- decisions of --resume auto --------------------------------------------------------------
-RUN: dict[str, Any] = {"workers": 2, "samples": 128, "checkpoint_every": "64"}
+RUN: dict[str, Any] = {"workers": 2, "samples": 128, "checkpoint_every": "64", "bn_batches": 8}
 
 
 @pytest.fixture(scope="module")
