@@ -76,6 +76,8 @@ class Outcome:
     """Time of the first step."""
     ended: float = math.inf
     """Time at which the first loop of a rank ended."""
+    left_out: int = 0
+    """Samples that workers have left out, as their loops had ended."""
     reason: str = ""
 
 
@@ -160,6 +162,8 @@ def train(transport: Transport, plan: Schedule, folder: Path, outcome: Outcome) 
     outcome.interrupted += run.groups - 1
     if run.run_dir is None:
         return  # a spare rank without a role
+    if not run.is_server:
+        outcome.left_out += run._ready().worker.left_out
     outcome.summaries[transport.rank] = run.summary
     outcome.models[transport.rank] = torch.cat([p.detach().view(-1) for p in module.parameters()])
 
@@ -172,10 +176,9 @@ def check(plan: Schedule, outcome: Outcome) -> None:
     models = list(outcome.models.values())
     assert torch.isfinite(models[0]).all()
     assert all(torch.equal(model, models[0]) for model in models)
+    assert figures["samples"] + outcome.left_out == plan.samples
     # Loops that have ended do not compute what is granted again.
-    left_out = plan.samples - figures["samples"]
-    most = BATCH * plan.workers if max(plan.failures.values()) > outcome.ended else 0
-    assert 0 <= left_out <= most
+    assert not outcome.left_out or max(plan.failures.values()) > outcome.ended
     lost = figures.get("gradients_lost", 0)
     dropped, refused = figures["gradients_dropped"], figures["gradients_refused"]
     assert not refused
