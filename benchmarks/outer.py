@@ -58,7 +58,7 @@ REDUCED = [Cell(workers=2, speeds=each, steps=10) for each in EQUAL_AND_SLOW]
 SEEDS = 3
 FASTER, WAITING = 1.5, 0.01
 BEHIND_STREAMING, BEHIND_AVERAGING = 0.01, 0.02
-WITHOUT = ", without the slow worker"
+WITHOUT = "without the slow worker"
 QUICK = {"rules": ["ar-sgd", "aladdin-ahead"], "seeds": 1, "parts": [], "untuned": True}
 
 TITLE = "Training over slow links"
@@ -72,10 +72,10 @@ samples: mean and standard deviation over the seeds after equal samples of all w
 
 Time is in steps of an ordinary worker; a worker's link carries 1/"link" of an fp32 gradient per
 step in each direction, with a latency of half a step; step times vary by 3 %; computing on messages
-takes no time. A server, which `aladdin-local`, `aladdin-ahead` and `async-diloco` have, has a fast
-link on a host of its own. Other rules have no such host: workers sum fp32 values in a ring, and
-exchange quantised ones directly, 1.75 times the values with 8 workers. Speeds: one worker is 3 or
-10 times slower; three: 1, 2, 3, 1, ... times slower; pauses: after 100 steps on average each worker
+takes no time. `aladdin-local`, `aladdin-ahead` and `async-diloco` also use a server on another host
+with a fast link. Workers of the other rules sum fp32 values in a ring and exchange quantised ones
+directly, which takes 1.75 times the values with 8 workers. Speeds: one worker is 3 or 10 times
+slower; three: 1, 2, 3, 1, ... times slower; pauses: after 100 steps on average each worker
 pauses for 30 (both exponential; also while it waits). Waiting: share of the workers' time until all
 samples are granted; what follows is in the time. Sent and received: bytes of a worker per step
 relative to an fp32 gradient.
@@ -83,9 +83,9 @@ relative to an fp32 gradient.
 Every rule is tuned with seed 0, for the time to the target, a loss, and for the loss at equal
 samples; for the latter, of the settings whose bytes fit the link (up to {MARGIN:g} times). The plan
 is in benchmarks/outer_rules.py. Times to larger losses, such as target + 0.1, are those of the same
-runs. Rows "{WITHOUT.strip(", ")}" have one worker less and the same samples in all. What rules
-learn that advance in rounds is measured in the cell with equal workers and links of 1/50; in
-others, only their time is.
+runs. Rows "{WITHOUT}" have one worker less and the same samples in all. Rules that
+advance in rounds learn the same in every cell with the same number of workers: their losses are
+measured with equal workers and links of 1/50, and only their times in each cell.
 
 Bars, with all workers: `{OURS}` needs at most 1/{FASTER:g} of the best DiLoCo variant's time to the
 target, and to each of the larger losses, if workers are unequal or pause, and at most its time
@@ -149,7 +149,7 @@ def results_of(
         variants = {rule.name: cell}
         fewer = without_slowest(cell)
         if fewer is not None and rule.name in DILOCO:
-            variants[rule.name + WITHOUT] = fewer
+            variants[f"{rule.name}, {WITHOUT}"] = fewer
         for name, where in variants.items():
             points: dict[Run, list[Aim]] = {}
             for aim in get_args(Aim):

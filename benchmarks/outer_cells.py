@@ -131,10 +131,10 @@ class Run:
 
     @property
     def teacher(self) -> Run | None:
-        """Return the run with the same gradients in another cell; None: this one, or there is none.
+        """Return the run with the same gradients in the cell of equal workers and usual links.
 
         If all workers advance in rounds, what they learn depends neither on the links nor on their
-        speeds.
+        speeds. None if this is that run, or if workers do not advance in rounds.
         """
         plain = replace(self.cell, link=Cell.link, speeds=Cell.speeds)
         if plain == self.cell or not find_algorithm(self.algorithm).lockstep:

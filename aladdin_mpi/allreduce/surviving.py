@@ -279,7 +279,7 @@ class PlainSums:
 
     Args:
         residual: of the codec; after a failure its state is that before the step, as the model has
-            not changed. None if there is none, or nothing continues after a failure.
+            not changed. None if the codec has none, or if a failure ends the job.
     """
 
     def __init__(self, all_reduce: AllReduce, ranks: int, residual: Residual | None = None) -> None:
