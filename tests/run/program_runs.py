@@ -23,7 +23,7 @@ def program(name: str) -> str:
 def run_program(folder: Path, name: str, *args: object, ranks: int = 3, **how: Any) -> Completed:
     """Run ``mpirun -n RANKS python NAME.py ARGS`` in ``folder``; ``how`` as for ``run_ranks``."""
     words = [program(name), *map(str, args)]
-    return run_ranks(ranks, words, **{"env": HERE, "cwd": folder, "timeout": 60, **how})
+    return run_ranks(ranks, words, **{"env": HERE, "cwd": folder, **how})
 
 
 def run_alone(folder: Path, name: str, *args: object, command: Sequence[str] = ()) -> Completed:
@@ -50,4 +50,4 @@ def run_script(tmp_path: Path, text: str, ranks: int = 3, **how: Any) -> Complet
     """Run a short script with the content ``text``."""
     file = tmp_path / "script.py"
     file.write_text(text)
-    return run_ranks(ranks, [str(file)], env=HERE, cwd=tmp_path, **{"timeout": 60, **how})
+    return run_ranks(ranks, [str(file)], env=HERE, cwd=tmp_path, **how)
