@@ -53,10 +53,10 @@ optimizer and SGD with Nesterov momentum (rate 0.7, momentum 0.9) as the outer o
 of a fixed random network; no sample is used twice. They run in turn; figures are medians over
 the repeats, and steps/s also the smallest and largest repeat.
 
-Steps/s: inner steps of the slowest worker. MB per step: bytes that a worker's host sends, with
-headers, from the counters of its network interface; both over the same inner steps, without the
-first and last `--steps`. Loss: on {HELD_OUT} held-out samples, in nats, of the mean of the workers'
-models after all steps.
+Steps/s: inner steps of the slowest worker. CPU ms per step: of all threads of a worker, on average.
+MB per step: bytes that a worker's host sends, with headers, from the counters of its network
+interface. All over the same inner steps, without the first and last `--steps`. Loss: on {HELD_OUT}
+held-out samples, in nats, of the mean of the workers' models after all steps.
 
 {OURS}: `--algorithm diloco` through `DataParallel`, over MPI. {PEER}: its `DiLoCo` over gloo, one
 process per replica group, the lighthouse on host 0. With fragments, {PEER} starts a sum `--overlap`
@@ -212,9 +212,11 @@ def rows(records: Sequence[Mapping[str, Any]], measured: int) -> list[dict[str, 
     for setting, library in dict.fromkeys((r["setting"], r["library"]) for r in records):
         runs = [r["workers"] for r in records if (r["setting"], r["library"]) == (setting, library)]
         speeds = [measured / max(w["seconds"] for w in workers) for workers in runs]
+        cpu = [mean(w["cpu"] for w in workers) / measured * 1e3 for workers in runs]
         sent = [mean(w["sent"] for w in workers) / measured / 1e6 for workers in runs]
         row = {"setting": setting, "library": library, "steps/s": median(speeds)}
-        row |= {"smallest": min(speeds), "largest": max(speeds), "MB per step": median(sent)}
+        row |= {"smallest": min(speeds), "largest": max(speeds)}
+        row |= {"CPU ms per step": median(cpu), "MB per step": median(sent)}
         found.append(row | {"loss": median(workers[0]["loss"] for workers in runs)})
     return found
 

@@ -122,21 +122,21 @@ def bytes_sent(counters: str, interface: str = INTERFACE) -> int:
 
 
 class Record:
-    """A worker's time and its host's bytes during the measured steps."""
+    """A worker's time, also that of its threads, and its host's bytes in the measured steps."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._step = plan, 0
-        self._edges: list[tuple[float, int]] = []
+        self._edges: list[tuple[float, float, int]] = []
 
     def step_done(self) -> None:
-        """Count a step; read the clock and the counter before and after the measured ones."""
+        """Count a step; read clocks and the counter before and after the measured ones."""
         self._step += 1
         if self._step in (self._plan.steps, self._plan.total - self._plan.steps):
             sent = bytes_sent(Path("/proc/net/dev").read_text(encoding="ascii"))
-            self._edges.append((time.perf_counter(), sent))
+            self._edges.append((time.perf_counter(), time.process_time(), sent))
 
     def save(self, folder: Path, rank: int, loss: float) -> None:
-        """Write ``rank.json``: seconds, bytes sent, and the loss of the final model."""
-        (start, before), (end, after) = self._edges
-        figures = {"seconds": end - start, "sent": after - before, "loss": loss}
+        """Write ``rank.json``: seconds, CPU seconds, bytes sent, and the final model's loss."""
+        seconds, cpu, sent = (after - before for before, after in zip(*self._edges, strict=True))
+        figures = {"seconds": seconds, "cpu": cpu, "sent": sent, "loss": loss}
         (folder / f"{rank}.json").write_text(json.dumps(figures), encoding="ascii")

@@ -27,7 +27,7 @@ Inter-|   Receive                                                |  Transmit
 
 
 def record(seconds: float, sent: float = 8e6, loss: float = 1.0) -> dict[str, float]:
-    return {"seconds": seconds, "sent": sent, "loss": loss}
+    return {"seconds": seconds, "cpu": seconds / 4, "sent": sent, "loss": loss}
 
 
 def run(library: str, *workers: dict[str, float]) -> dict[str, Any]:
@@ -69,6 +69,7 @@ def test_record_excludes_first_and_last_steps(
 ) -> None:
     clock = iter(range(100))
     monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("time.process_time", lambda: 7.0)
     monkeypatch.setattr(task, "bytes_sent", lambda counters: 5)
     saved = task.Record(PLAN)
     for _ in range(PLAN.total):
@@ -76,7 +77,7 @@ def test_record_excludes_first_and_last_steps(
     for rank in range(torchft_diloco.HOSTS):
         saved.save(tmp_path, rank, 0.5)
     (first, *_) = torchft_diloco.read_records(tmp_path)
-    assert first == {"seconds": 1.0, "sent": 0, "loss": 0.5}  # the clock was read twice
+    assert first == {"seconds": 1.0, "cpu": 0.0, "sent": 0, "loss": 0.5}  # the clock was read twice
 
 
 def test_row_is_the_median_of_the_slowest_worker() -> None:
@@ -84,6 +85,7 @@ def test_row_is_the_median_of_the_slowest_worker() -> None:
     (row,) = torchft_diloco.rows(runs, measured=16)
     assert (row["steps/s"], row["smallest"], row["largest"]) == (4.0, 2.0, 8.0)
     assert row["MB per step"] == pytest.approx(6 / 16)
+    assert row["CPU ms per step"] == pytest.approx(1000 * 0.75 / 16)
 
 
 def test_missed_bars_name_setting_and_ratio() -> None:
