@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from aladdin_mpi.accelerator import is_accelerator
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.lanes import Lane
 from aladdin_mpi.flat.replica import places
@@ -263,7 +264,7 @@ class TorchOptimizer(Optimizer):
 
     def _with_short_rows(self, part: OptimizerPart) -> OptimizerPart:
         """Return the part; on a CPU, its rows are cut."""
-        if self.takes_parts and self._like.device.type == "cpu":
+        if self.takes_parts and not is_accelerator(self._like.device):
             part.split(range(ROW, part.pieces[-1].stop if part.pieces else 0, ROW))
         return part
 
