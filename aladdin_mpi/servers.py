@@ -14,9 +14,10 @@ ABOUT = "Print the number of server ranks that aladdin_mpi.train uses with these
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the number of servers and return the exit status."""
     try:
+        from aladdin_mpi.options.reader import divided
         from aladdin_mpi.options.run import TrainOptions, parse
 
-        options = parse(TrainOptions, argv, "aladdin_mpi.servers", ABOUT)
+        options = parse(TrainOptions, divided(argv).options, "aladdin_mpi.servers", ABOUT)
         print(options.servers if find_algorithm(options.algorithm).has_servers else 0)
     except UserError as error:
         print(f"aladdin_mpi: error: {error}", file=sys.stderr)

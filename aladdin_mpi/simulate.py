@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from aladdin_mpi.process import console, guard
 
@@ -23,19 +21,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
+    from aladdin_mpi.options.reader import divided
     from aladdin_mpi.options.run import SimulateOptions, read_request, warnings
 
-    words = list(sys.argv[1:] if argv is None else argv)
-    is_script = bool(words) and words[0].endswith(".py")
-    cut = words.index("--") if is_script and "--" in words else len(words)
-    typed = words[int(is_script) : cut]
-    request = read_request(SimulateOptions, typed, PROG, DESCRIPTION, follows=not is_script)
+    line = divided(argv)
+    follows = line.script is None
+    request = read_request(SimulateOptions, line.options, PROG, DESCRIPTION, follows)
     if not request.setting("quiet"):
         console.say("aladdin_mpi: starting the simulation")
-    if is_script:
+    if line.script is not None:
         from aladdin_mpi.run.script import simulate_script
 
-        simulate_script(Path(words[0]), words[cut + 1 :], request.given)
+        simulate_script(line.script, line.arguments, request.given)
         return 0
     _ = request.options  # report invalid ones before the slow imports
 

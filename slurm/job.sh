@@ -31,6 +31,16 @@ fail() {
     exit 2
 }
 
+# Divide the words after the batch script's name, "$@" here and there: options, which remain, and
+# ARGUMENTS of a training script, which are -- and what follows.
+OPTIONS=()
+while [ $# -gt 0 ] && [ "$1" != -- ]; do
+    OPTIONS+=("$1")
+    shift
+done
+ARGUMENTS=("$@")
+set -- "${OPTIONS[@]}"
+
 # option NAME WORDS...: print the value of --NAME among the words; fails if it is missing.
 option() {
     local name=$1 found=1 value=
@@ -55,8 +65,9 @@ job_name() {
     fi
 }
 
-# complete_options WORDS...: set OPTIONS to the words, and RUN_DIR. Add the options that let a
-# requeued job resume (the same run folder, and checkpoints), and the number of spare ranks.
+# complete_options WORDS...: set OPTIONS to the words, of which the first may be a training script,
+# and RUN_DIR. Add the options that let a requeued job resume (the same run folder, and
+# checkpoints), and the number of spare ranks.
 complete_options() {
     OPTIONS=("$@")
     check_spares "$@"
@@ -133,6 +144,9 @@ place_run() {
     local hosts=("$@") place i
     place_ranks "$SERVERS" "$(workers_per_node)" "$@"
     export ALADDIN_TRAINING=${#PLACES[@]}
+    if [[ ${OPTIONS[0]} == *.py ]]; then # which may have another number of servers; it will refuse
+        export ALADDIN_MPI_LAUNCHED_WORKERS=$((ALADDIN_TRAINING - SERVERS))
+    fi
     for ((i = 0; i < SPARES; i++)); do
         place=$((${#hosts[@]} - 1 - i % ${#hosts[@]}))
         PLACES+=("${hosts[place]}")
@@ -331,7 +345,7 @@ train() {
         status=0
         before=$(last_checkpoint)
         STARTED=$((STARTED + 1))
-        start_ranks "$PYTHON" -m aladdin_mpi.train "$@" || status=$?
+        start_ranks "$PYTHON" -m aladdin_mpi.train "$@" "${ARGUMENTS[@]}" || status=$?
         if [ $status = $ALADDIN_STOPPED ] && taken_over; then
             echo "$ALADDIN_SCRIPT: another job continues the run in $RUN_DIR"
             return 0

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel, Field, ValidationError, create_model
@@ -328,20 +328,25 @@ def overlay(model: type[BaseModel], lower: Settings, upper: Settings) -> Setting
     return lower | upper
 
 
+def as_values(settings: Settings) -> dict[str, Any]:
+    """Return the values by field, those of an inner model as a dict."""
+    values: dict[str, Any] = {}
+    for path, setting in settings.items():
+        place = values
+        for name in path[:-1]:
+            place[name] = place = dict(place.get(name, {}))
+        place[path[-1]] = setting.value
+    return values
+
+
 def build(model: type[Model], settings: Settings) -> Model:
     """Return the model with these settings over its defaults.
 
     Raises:
         UserError: with one line for each bad value.
     """
-    values: dict[str, Any] = {}
-    for path, setting in settings.items():
-        place = values
-        for name in path[:-1]:
-            place = place.setdefault(name, {})
-        place[path[-1]] = setting.value
     try:
-        built = model.model_validate(values)
+        built = model.model_validate(as_values(settings))
     except ValidationError as error:
         raise UserError(_explain(error, model, settings)) from None
     _check_whole_numbers(model, settings, built)
@@ -362,6 +367,23 @@ def _check_whole_numbers(model: type[BaseModel], settings: Settings, built: Base
 
 
 # -- the command line -----------------------------------------------------------------
+class CommandLine(NamedTuple):
+    """The words of a command line, ``[SCRIPT.py] [options] [-- arguments of the script]``."""
+
+    script: Path | None
+    options: list[str]
+    arguments: list[str]
+
+
+def divided(argv: Argv) -> CommandLine:
+    """Return the parts of a command line; ``None`` takes the process's own."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or not words[0].endswith(".py"):
+        return CommandLine(None, words, [])
+    end = words.index("--") if "--" in words else len(words)
+    return CommandLine(Path(words[0]), words[1:end], words[end + 1 :])
+
+
 def read(model: type[BaseModel], argv: Argv, prog: str, description: str) -> Settings:
     """Return what the user gave, on the command line and in the files named there.
 

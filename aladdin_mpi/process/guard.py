@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import TypeVar
 
 from aladdin_mpi.errors import (
     DISK_FULL,
@@ -28,6 +29,8 @@ from aladdin_mpi.errors import (
     system_error,
 )
 from aladdin_mpi.process import console
+
+T = TypeVar("T")
 
 FLUSH_SECONDS = 0.3
 """Time for the launcher to forward output before the job is ended."""
@@ -58,8 +61,8 @@ class TerminatedError(BaseException):
         self.signum = signum
 
 
-def run_guarded(main: Callable[[], int]) -> int:
-    """Run a command's ``main`` and return its status; report an error and end the job.
+def run_guarded(main: Callable[[], T]) -> T:
+    """Run a command's ``main`` and return its result; report an error and end the job.
 
     Imports belong inside ``main``, so that an error in them is caught as well.
     """

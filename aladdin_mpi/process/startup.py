@@ -139,6 +139,7 @@ LEAST, MEETING_LEAST = 15.0, 60.0
 
 MPI_STARTS = "for all ranks to start MPI"
 LIBRARIES_LOAD = "for its own libraries, such as torch, to be loaded"
+SCRIPT_BEGINS = "for its script to make a DataParallel"
 RANKS_MEET = "for all ranks to make their communicators"
 
 

@@ -21,15 +21,17 @@ from aladdin_mpi.options.reader import (
     Setting,
     Settings,
     as_argument,
+    as_values,
     build,
     current_name,
     leaves,
     overlay,
 )
-from aladdin_mpi.options.run import RunOptions, RunRequest, SimulateOptions
+from aladdin_mpi.options.run import RunOptions, RunRequest, SimulateOptions, warnings
 from aladdin_mpi.process import guard
 from aladdin_mpi.run.resumption import agree_on_resume
-from aladdin_mpi.run.script import SimulatedRank
+from aladdin_mpi.run.script import SimulatedRank, typed_options
+from aladdin_mpi.session.user_optimizer import IN_THE_OPTIMIZER, IN_THE_SCHEDULE
 from aladdin_mpi.transport.base import Transport
 
 NO_EFFECT = {
@@ -157,6 +159,8 @@ def agreed_options(
     if agreed is None:
         transport.close()
         raise SystemExit(0)
+    if transport.rank == 0:
+        guard.warn(warnings(agreed, typed_options() or {}))
     folders = {"run_dir": agreed.run_dir, "resume": agreed.resume}
     # The script may change its current folder before the run begins.
     return agreed.model_copy(
@@ -170,6 +174,57 @@ def _named(settings: dict[str, Any], module: nn.Module) -> Settings:
     return {
         (current_name(RunOptions, name),): Setting(value, name) for name, value in named.items()
     }
+
+
+def overridden(
+    options: RunOptions | None,
+    settings: dict[str, Any],
+    typed: Settings,
+    optimizer: object,
+    schedule: object,
+) -> dict[str, Any]:
+    """Return the arguments of a script that a command runs, with the command's options over them.
+
+    A file of options may contain some that the script's objects determine; they are ignored.
+
+    Args:
+        options: of the script; None if they are in ``settings``.
+        settings: of the script.
+        typed: on the command line, or in a file that it names.
+        optimizer: of the script, if it is an object.
+        schedule: of the script.
+
+    Raises:
+        UserError: an option on the command line is one that the script's objects determine.
+    """
+    if options is not None:
+        _check_no_settings(settings)
+        settings = options.model_dump(exclude_unset=True)
+    objects = _determined(optimizer, schedule)
+    upper: Settings = {}
+    for path, setting in typed.items():
+        holder = objects.get(path[0])
+        if holder is not None and setting.origin.startswith("--"):
+            raise UserError(
+                f"{setting.origin} has no effect on this script, whose {holder} determines it. "
+                "Leave it out."
+            )
+        if holder is None and path[0] in RunOptions.model_fields:
+            upper[path] = setting
+    own: Settings = {
+        (current_name(RunOptions, name),): Setting(value, name) for name, value in settings.items()
+    }
+    return as_values(overlay(RunOptions, own, upper))
+
+
+def _determined(optimizer: object, schedule: object) -> dict[str, str]:
+    """Return the options that objects of the script determine, with the name of the object."""
+    names = dict.fromkeys(NO_EFFECT, "training loop") | {"model": "model", "dataset": "data set"}
+    if optimizer is not None:
+        names |= dict.fromkeys(("optimizer", "optimizer_options", *IN_THE_OPTIMIZER), "optimizer")
+    if schedule is not None:
+        names |= dict.fromkeys(IN_THE_SCHEDULE, "schedule")
+    return names
 
 
 def simulated_options(

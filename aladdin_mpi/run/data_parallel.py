@@ -39,6 +39,7 @@ from aladdin_mpi.run.api_options import (
     check_parts,
     for_one_process,
     naming_arguments,
+    overridden,
     simulated_options,
 )
 from aladdin_mpi.run.assembly import UserTask, assemble
@@ -50,7 +51,7 @@ from aladdin_mpi.run.loop import Loop, LoopWatch
 from aladdin_mpi.run.placement import bind_to_near, print_placement
 from aladdin_mpi.run.rank import Rank
 from aladdin_mpi.run.reductions import AFTER_LOOP, Place, Reductions
-from aladdin_mpi.run.script import OptionsResolved, simulated_rank
+from aladdin_mpi.run.script import OptionsResolved, simulated_rank, typed_options
 from aladdin_mpi.run.takeover import LoopProgress, Takeover
 from aladdin_mpi.run.training_data import (
     NO_BATCH,
@@ -139,14 +140,18 @@ class DataParallel:
     ) -> None:
         self._schedule = schedule
         self._parts = parts
-        self._given = settings
-        self._is_custom_loop = options is None
+        typed = typed_options() if transport is None else None
+        self._is_custom_loop = options is None or typed is not None
         self._error_wording = naming_arguments if self._is_custom_loop else nullcontext
         self._ending = Ending(self._error_wording)
         try:
+            if isinstance(optimizer, str):
+                settings["optimizer"], optimizer = optimizer, None
+            if typed is not None:
+                settings = overridden(options, settings, typed, optimizer, schedule)
+                options = None
+            self._given = settings
             with self._error_wording():
-                if isinstance(optimizer, str):
-                    settings["optimizer"], optimizer = optimizer, None
                 self._prepare(module, options, transport, evaluate, settings, optimizer, scheduler)
         except BaseException:
             self._ending.fail()

@@ -18,7 +18,7 @@ from aladdin_mpi.options.algorithms import Algorithm, find_algorithm
 from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.process import guard, startup
 from aladdin_mpi.process.launcher import LAUNCHED_WORKERS
-from aladdin_mpi.run.script import simulated_rank
+from aladdin_mpi.run.script import simulated_rank, typed_options
 from aladdin_mpi.transport.base import Transport
 
 
@@ -118,13 +118,14 @@ def find_job(settings: Mapping[str, Any]) -> Job:
         UserError: unknown algorithm.
     """
     transport: Transport | None = settings.get("transport")
+    typed = typed_options() if transport is None else None
+    if typed is not None:  # the command line overrides the script
+        settings = {**settings, **{path[0]: setting.value for path, setting in typed.items()}}
     simulated = simulated_rank() if transport is None else None
     if simulated is not None:
         transport = simulated.transport
         if transport is None:  # the script only runs to determine its options
             return Job(0, [0], 0, shares_process=True, wait=lambda: None)
-        typed = {path[0]: setting.value for path, setting in simulated.typed.items()}
-        settings = {**settings, **typed}  # the command line overrides the script
     if transport is not None:
         return Job(
             transport.rank,
@@ -152,7 +153,7 @@ def find_job(settings: Mapping[str, Any]) -> Job:
 
 
 def check_launched(algorithm: Algorithm, options: RunOptions, ranks: int) -> None:
-    """Check the number of workers in a job that :func:`aladdin_mpi.launch` has started.
+    """Check the number of workers in a job of :func:`aladdin_mpi.launch` or a batch script.
 
     Raises:
         UserError: of ``ranks``, the run would have another number of workers.
@@ -161,8 +162,9 @@ def check_launched(algorithm: Algorithm, options: RunOptions, ranks: int) -> Non
     servers = options.servers if algorithm.has_servers else 0
     if launched is not None and ranks - servers != int(launched):
         raise UserError(
-            f"launch: {algorithm.name} would train with {servers} servers and {ranks - servers} "
-            f"workers instead of {launched}. Pass servers={servers} to launch()."
+            f"{algorithm.name} would train with {servers} servers and {ranks - servers} workers, "
+            f"but the job was started for {launched} workers. Pass servers={servers} to launch(), "
+            "or the algorithm and its number of servers to the batch script, as options."
         )
 
 

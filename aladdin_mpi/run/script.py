@@ -1,11 +1,12 @@
-"""Simulation of a user's training script: every simulated rank runs it.
+"""A user's training script that a command runs, with options that override those in the script.
 
-The script runs twice. The first time, alone and only up to its DataParallel, determines its
-algorithm, and so the number of ranks.
+In a simulation every simulated rank runs it, and it runs once more before them: alone and only up
+to its DataParallel, which determines its algorithm, and so the number of ranks.
 """
 
 from __future__ import annotations
 
+import runpy
 import sys
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -47,11 +48,43 @@ class OptionsResolved(BaseException):
 
 
 _rank: ContextVar[SimulatedRank | None] = ContextVar("rank", default=None)
+_typed: Settings | None = None
+"""The options of the command that runs a script on this rank over MPI."""
 
 
 def simulated_rank() -> SimulatedRank | None:
     """Return the simulated rank that the caller runs on; None outside a simulation."""
     return _rank.get()
+
+
+def typed_options() -> Settings | None:
+    """Return the options of the command that runs this script; None if it runs by itself."""
+    simulated = simulated_rank()
+    return _typed if simulated is None else simulated.typed
+
+
+def check_script(script: Path) -> None:
+    """Check that there is a script.
+
+    Raises:
+        UserError: there is none.
+    """
+    if not script.is_file():
+        raise UserError(f"{script}: expected a Python file, but there is none; check the path")
+
+
+def run_script(script: Path, arguments: Sequence[str], typed: Settings) -> None:
+    """Run ``script`` on this rank over MPI, as ``python SCRIPT ARGUMENTS`` would.
+
+    Args:
+        script: a Python file that makes a DataParallel.
+        arguments: its command line.
+        typed: options, which override those in the script.
+    """
+    global _typed
+    _typed = typed
+    _take_place(script, arguments)
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def simulate_script(script: Path, arguments: Sequence[str], typed: Settings) -> None:
@@ -110,17 +143,18 @@ def simulate_script(script: Path, arguments: Sequence[str], typed: Settings) -> 
 
 def _program(script: Path, arguments: Sequence[str]) -> Callable[[], None]:
     """Return a function that runs the script once, in a separate namespace."""
-    try:
-        code: CodeType = compile(script.read_text(), str(script), "exec")
-    except OSError as error:
-        raise UserError(
-            f"simulate: expected a Python file, got {script} ({error.strerror}); check the path"
-        ) from None
-    sys.path.insert(0, str(script.resolve().parent))
-    sys.argv = [str(script), *arguments]
+    check_script(script)
+    code: CodeType = compile(script.read_text(), str(script), "exec")
+    _take_place(script, arguments)
 
     def main() -> None:
         names: dict[str, Any] = {"__name__": "__main__", "__file__": str(script)}
         exec(code, names)
 
     return main
+
+
+def _take_place(script: Path, arguments: Sequence[str]) -> None:
+    """Let the process look as if it had been started with ``script``."""
+    sys.path.insert(0, str(script.resolve().parent))
+    sys.argv = [str(script), *arguments]

@@ -13,9 +13,11 @@ import pytest
 from aladdin_mpi.hooks.checkpoints import MANIFEST
 from benchmarks import netns
 from tests.commands import checkpoint, metrics, rises, summary
+from tests.launch import ROOT
 from tests.slurm.batch import GPU_NODES, TIMED, BatchJob, submit
 from tests.slurm_cluster import SlurmCluster
 
+SCRIPT = ROOT / "tests" / "run" / "programs" / "commanded.py"
 SAMPLES = 8000
 LENGTH = (*TIMED, "--samples", SAMPLES, "--log-every", 320)
 TWO_NODES = (*GPU_NODES, "--nodes=2")
@@ -63,6 +65,26 @@ def test_signal_saves_job_which_resumes(cluster: SlurmCluster, launcher: str) ->
     assert "stopped by SIGUSR2" in job.output()
     assert f"job {job.number}, start 2:" in job.output()
     check_continuous(run_dir, SAMPLES)
+
+
+@pytest.mark.slow
+def test_signal_saves_job_of_a_script_which_resumes(cluster: SlurmCluster) -> None:
+    run_dir = cluster.shared / "script"
+    options = ["--algorithm", "easgd", "--device", "cpu", "--samples", 4000, "--log-every", 320]
+    words = [SCRIPT, *options, "--run-dir", run_dir, "--", "--pause", 0.05, "--width", 5]
+    job = submit(cluster, "train.sbatch", TWO_NODES, words)
+    started(job, run_dir)
+    cluster.run("scancel", "--signal=USR2", "--batch", job.number)
+    assert job.wait() == "COMPLETED", job.output()
+    assert f"job {job.number}, start 2:" in job.output()
+    assert "trained easgd, epochs None, samples 4000, easgd 3 auto, width 5" in job.output()
+    check_continuous(run_dir, 4000)
+
+
+def test_script_with_other_servers_than_placed_is_refused(cluster: SlurmCluster) -> None:
+    job = submit(cluster, "train.sbatch", TWO_NODES, [SCRIPT, "--", "--servers", 2])
+    assert job.wait() == "FAILED", job.output()
+    assert "with 2 servers and 3 workers, but the job was started for 4 workers" in job.output()
 
 
 @pytest.mark.slow
