@@ -318,9 +318,9 @@ def _abort(status: int, size: int) -> None:
         try:
             from mpi4py import MPI
 
+            _run(_before_ending)
             # Open MPI loses the status of an abort if all other ranks have failed.
             if not (_leaves_by_itself() and MPI.COMM_WORLD.Get_failed().size == size - 1):
-                _run(_before_ending)
                 MPI.COMM_WORLD.Abort(status)
         except ImportError:
             pass  # the launcher ends the job when a process exits with an error

@@ -194,22 +194,26 @@ class HangingRanks:
     def kill_with_stopped(self) -> None:
         """Kill those on this rank's host, and others there whose process is stopped.
 
-        Those will not be excluded any more if the job, or this side of a cut network, ends.
+        Those will not be excluded any more if the job, or this side of a cut network, ends. Wait
+        until MPI has learned of their end, on which the way to end the job depends.
         """
         stopped = [
             r for r, process in enumerate(self._processes) if process and process.is_stopped()
         ]
-        self._kill(sorted({*self.ranks(), *stopped}))
+        before = failed_ranks()
+        killed = self._kill(sorted({*self.ranks(), *stopped}))
+        _await_failures(len(before.union(killed)))
 
-    def _kill(self, ranks: Sequence[int]) -> None:
+    def _kill(self, ranks: Sequence[int]) -> list[int]:
+        """Kill those of ``ranks`` on this rank's host, and return them."""
         host = self._hosts[MPI.COMM_WORLD.Get_rank()]
         here = [rank for rank in ranks if self._hosts[rank] == host]
-        if not here:
-            return
-        console.say(f"aladdin_mpi: {self.names(here)} is still hanging: killed")
+        if here:
+            console.say(f"aladdin_mpi: still hanging, killed: {self.names(here)}")
         for rank in here:
             if (process := self._processes[rank]) is not None:
                 process.kill()
+        return here
 
 
 # -- the end ---------------------------------------------------------------------------------------
@@ -268,15 +272,20 @@ def leave_last(
 
 @cache  # with several transports in one process, wait only once
 def _wait_gone() -> None:
+    _await_failures(MPI.COMM_WORLD.size - 1)
+
+
+def _await_failures(count: int) -> None:
+    """Wait briefly until MPI has detected this number of failed ranks."""
     end = time.perf_counter() + LEAVE_SECONDS
-    while len(failed_ranks()) < MPI.COMM_WORLD.size - 1 and time.perf_counter() < end:
+    while len(failed_ranks()) < count and time.perf_counter() < end:
         with suppress(MPI.Exception):
             MPI.COMM_WORLD.Iprobe()  # Open MPI learns of failures only while it makes progress
         time.sleep(POLL)
 
 
 def _abort_with(names: str, status: int) -> None:
-    console.say(f"aladdin_mpi: {names} is still hanging: ended with the job")
+    console.say(f"aladdin_mpi: still hanging, ended with the job: {names}")
     sys.stdout.flush()
     sys.stderr.flush()
     time.sleep(guard.FLUSH_SECONDS)
