@@ -15,7 +15,13 @@ from aladdin_mpi.codec import signs
 from aladdin_mpi.codec.quantise import Scratch
 from aladdin_mpi.control.budget import SampleLease
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.exchange.link_control import LARGEST_SHARE, SMALLEST_SHARE, LinkControl
+from aladdin_mpi.exchange.link_control import (
+    DECREASE,
+    FIRST_SHARE,
+    LARGEST_SHARE,
+    SMALLEST_SHARE,
+    LinkControl,
+)
 from aladdin_mpi.exchange.own_steps import OwnSteps
 from aladdin_mpi.exchange.worker_mailbox import Model
 from aladdin_mpi.options.algorithms import AladdinLocalOptions, own
@@ -276,22 +282,40 @@ def test_workers_never_wait_and_links_are_busy() -> None:
             assert 0.75 < (last - first) / (end - start) / CAPACITY < 1.02
 
 
-def test_share_grows_on_a_free_link_and_falls_once_per_round_trip_on_a_full_one() -> None:
+def test_share_grows_once_per_round_trip_until_the_link_is_full() -> None:
     link = LinkControl(None)
-    while link.share < LARGEST_SHARE:
-        before = link.share
-        assert link.end_step(oldest=10.0, now=10.0, step=1.0)
-        assert link.share > before
+    assert link.end_step(oldest=0.0, now=0.0, step=1.0)
+    assert not link.end_step(oldest=0.0, now=1.0, step=1.0)  # the length of the way is not known
+    assert link.share == FIRST_SHARE
     link.answered(2.0)
-    assert link.end_step(oldest=10.0, now=13.4, step=1.0)
-    assert not link.end_step(oldest=10.0, now=13.6, step=1.0)
+    assert link.end_step(oldest=2.0, now=2.0, step=1.0)
+    grown = link.share
+    assert grown > FIRST_SHARE
+    for now in (3.0, 4.0):
+        assert link.end_step(oldest=2.0, now=now, step=1.0)
+        assert link.share == grown
+    assert link.end_step(oldest=3.0, now=5.0, step=1.0)
+    assert link.share > grown
+
+
+def test_share_falls_with_each_message_left_out_but_by_half_per_round_trip() -> None:
+    link = LinkControl(None)
+    link.answered(2.0)
+    for now in range(50):
+        assert link.end_step(oldest=now, now=now, step=1.0)
+    assert link.share == LARGEST_SHARE
+    assert link.end_step(oldest=50.0, now=53.9, step=1.0)
+    assert not link.end_step(oldest=50.0, now=54.1, step=1.0)
+    assert link.share == pytest.approx(DECREASE * LARGEST_SHARE)
+    for now in range(55, 80):
+        assert not link.end_step(oldest=50.0, now=now, step=1.0)
     assert link.share == 0.5 * LARGEST_SHARE
     # Messages that were sent before say nothing about the smaller share.
-    assert not link.end_step(oldest=13.5, now=18.0, step=1.0)
+    assert not link.end_step(oldest=54.0, now=80.0, step=1.0)
     assert link.share == 0.5 * LARGEST_SHARE
-    assert not link.end_step(oldest=13.7, now=18.0, step=1.0)
-    assert link.share == pytest.approx(0.4 * LARGEST_SHARE)
-    for sent in range(20, 500, 5):
+    assert not link.end_step(oldest=54.2, now=80.0, step=1.0)
+    assert link.share == pytest.approx(0.5 * DECREASE * LARGEST_SHARE)
+    for sent in range(100, 6000, 50):
         assert not link.end_step(oldest=sent, now=sent + 40.0, step=1.0)
         link.shortest = 2.0
     assert link.share == SMALLEST_SHARE
