@@ -138,15 +138,21 @@ place_ranks() {
     export ALADDIN_WORKERS=$workers
 }
 
+# expect_workers COUNT: let a training script with OPTIONS refuse another number of workers. It may
+# have other servers than counted, because it was not run for that.
+expect_workers() {
+    if [[ ${OPTIONS[0]} == *.py ]]; then
+        export ALADDIN_MPI_LAUNCHED_WORKERS=$1
+    fi
+}
+
 # place_run HOSTS...: place the ranks of a run with OPTIONS. The SPARES are the last ranks, on the
 # hosts in turn from the last host backwards.
 place_run() {
     local hosts=("$@") place i
     place_ranks "$SERVERS" "$(workers_per_node)" "$@"
     export ALADDIN_TRAINING=${#PLACES[@]}
-    if [[ ${OPTIONS[0]} == *.py ]]; then # which may have another number of servers; it will refuse
-        export ALADDIN_MPI_LAUNCHED_WORKERS=$((ALADDIN_TRAINING - SERVERS))
-    fi
+    expect_workers $((ALADDIN_TRAINING - SERVERS))
     for ((i = 0; i < SPARES; i++)); do
         place=$((${#hosts[@]} - 1 - i % ${#hosts[@]}))
         PLACES+=("${hosts[place]}")

@@ -61,14 +61,14 @@ class LinkControl(Stateful):
             step: duration of a step.
         """
         if self.shortest == inf and not self._is_fixed:
-            return oldest == now
+            return oldest == now  # a second message could only make a queue of unknown length
         is_full = now - oldest > self.shortest + LATE * step
         if not self._is_fixed:
             self._adapt(is_full, oldest, now, step)
         return not is_full
 
     def _adapt(self, is_full: bool, oldest: float, now: float, step: float) -> None:
-        is_known = oldest > self._changed_at
+        is_known = oldest > self._changed_at  # all messages of the former share are answered
         if is_full:
             if is_known or not self.has_been_full:
                 if self.share <= SMALLEST_SHARE:

@@ -6,6 +6,7 @@ to its DataParallel, which determines its algorithm, and so the number of ranks.
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
@@ -64,13 +65,13 @@ def typed_options() -> Settings | None:
 
 
 def check_script(script: Path) -> None:
-    """Check that there is a script.
+    """Check that a script can be read.
 
     Raises:
-        UserError: there is none.
+        UserError: it cannot, or does not exist.
     """
-    if not script.is_file():
-        raise UserError(f"{script}: expected a Python file, but there is none; check the path")
+    if not (script.is_file() and os.access(script, os.R_OK)):
+        raise UserError(f"{script}: expected a Python file that can be read; check the path")
 
 
 def run_script(script: Path, arguments: Sequence[str], typed: Settings) -> None:
