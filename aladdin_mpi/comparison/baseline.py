@@ -40,8 +40,8 @@ def from_options(options: RunOptions) -> Baseline | None:
     # The mean of a log-normal factor whose logarithm has the mean 0.
     step = options.compute_time * math.exp(options.jitter**2 / 2)
     return Baseline(
-        options.batch_size / step,
-        f"calculated: a batch of {options.batch_size} samples in {step:.6g} s",
+        options.step_size / step,
+        f"calculated: a step of {options.step_size} samples in {step:.6g} s",
     )
 
 
@@ -75,22 +75,22 @@ def measuring_run(request: ComparisonRequest, out: Path) -> Run:
     # These options refer to other workers, or to the length of the compared runs.
     replaced = ("slowdown", *LENGTHS, "servers", "algorithm", "run_dir", "overwrite")
     kept = {path: s for path, s in shared.items() if path[0] not in replaced}
-    common, seed = build(options.run_options, kept), options.seeds[0]
-    algorithm, samples = _algorithm(common), options.baseline_steps * common.batch_size
-    own = {"algorithm": algorithm, "samples": samples, "seed": seed, "eval_every": 0}
+    algorithm, seed = _algorithm(build(options.run_options, kept)), options.seeds[0]
+    own = {"algorithm": algorithm, "steps": options.baseline_steps, "seed": seed, "eval_every": 0}
     settings = kept | {(name,): Setting(value, name) for name, value in own.items()}
     built = build(options.run_options, settings)
     # The name has the facts that may differ between comparisons, so that no run is overwritten.
     folder = out / LABEL / f"{algorithm}-{options.baseline_steps}-steps"
     words = ("--config", str(folder / OPTIONS))
     ranks = ranks_of(algorithm, built, 1)
-    return Run(PlanEntry(LABEL, algorithm), seed, folder, words, built, ranks)
+    of_script = options.script, options.script_arguments
+    return Run(PlanEntry(LABEL, algorithm), seed, folder, words, built, ranks, *of_script)
 
 
 def write_options(run: Run) -> None:
-    """Write the options file of the measuring run."""
+    """Write the options file of the measuring run, which leaves the others to a script."""
     run.folder.mkdir(parents=True, exist_ok=True)
-    write_whole(run.folder / OPTIONS, to_toml(run.options))
+    write_whole(run.folder / OPTIONS, to_toml(run.options, only_set=True))
 
 
 def _algorithm(options: RunOptions) -> str:

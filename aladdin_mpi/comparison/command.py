@@ -15,8 +15,13 @@ from aladdin_mpi.comparison import baseline as baselines
 from aladdin_mpi.comparison import folder, plots
 from aladdin_mpi.comparison.baseline import GIVEN, Baseline
 from aladdin_mpi.comparison.figures import (
+    ACCURACY,
+    LOSS,
+    MEASURES,
+    Measure,
     RunFigures,
     TableRow,
+    Target,
     as_csv,
     keys_shown,
     make_cells,
@@ -27,10 +32,11 @@ from aladdin_mpi.comparison.figures import (
 )
 from aladdin_mpi.comparison.folder import Machine
 from aladdin_mpi.comparison.options import ComparisonRequest
-from aladdin_mpi.comparison.plan import Run, plan, read_runs, unequal
+from aladdin_mpi.comparison.plan import Run, plan, read_runs, stored_options, unequal
 from aladdin_mpi.comparison.runner import Runner, check_launcher
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.hooks.recorder import rounded
+from aladdin_mpi.options.general import OWN_DATA
 from aladdin_mpi.process import files
 from aladdin_mpi.process.files import write_whole
 from aladdin_mpi.process.launcher import launcher
@@ -48,7 +54,7 @@ class Findings:
     command: str
     engine: str
     runs: Sequence[RunFigures]
-    target: float | None
+    target: Target | None
     baseline: Baseline | None
     shared: Sequence[str] | None = None
     """Command-line options of every run; None if the runs were only read."""
@@ -69,8 +75,15 @@ class Findings:
     def title(self) -> str:
         """Model, dataset, workers and engine; "several" for facts in which the runs differ."""
         facts = {name: self._common(name) for name in ("model", "dataset", "workers")}
+        if self.is_of_scripts:
+            facts["dataset"] = "data of a script"
         time = "simulated" if self.engine == "virtual" else "MPI"
         return "{model} on {dataset}, {workers} workers, {time}".format(**facts, time=time)
+
+    @property
+    def is_of_scripts(self) -> bool:
+        """Whether users' scripts made the runs."""
+        return self._common("dataset") == OWN_DATA
 
     def _common(self, name: str) -> str:
         values = {str(run.summary.get(name)) for run in self.runs}
@@ -98,7 +111,8 @@ def as_json(findings: Findings, facts: Machine) -> dict[str, Any]:
         "engine": findings.engine,
         "options": None if findings.shared is None else list(findings.shared),
         "variants": {label: list(words) for label, words in findings.variants.items()},
-        "target_accuracy": findings.target,
+        "target_accuracy": _value_of(findings.target, ACCURACY),
+        "target_loss": _value_of(findings.target, LOSS),
         "baseline": None if findings.baseline is None else asdict(findings.baseline),
         "ideal_samples_per_second": findings.ideals,
         "rows": [asdict(row) for row in findings.rows],
@@ -119,10 +133,14 @@ def as_json(findings: Findings, facts: Machine) -> dict[str, Any]:
     return dict(rounded(result))
 
 
+def _value_of(target: Target | None, measure: Measure) -> float | None:
+    return target.value if target is not None and target.measure is measure else None
+
+
 def definitions(findings: Findings) -> list[str]:
     """Return the definitions of the table's columns."""
     rows = findings.rows
-    keys = keys_shown(rows)
+    keys = set(keys_shown(rows))
     most = max(row.runs for row in rows)
     clock = "simulated seconds" if findings.engine == "virtual" else "seconds"
     n = f"up to {most}" if any(row.runs != most for row in rows) else str(most)
@@ -134,10 +152,12 @@ def definitions(findings: Findings) -> list[str]:
     texts = {
         "test_accuracy": "accuracy: test accuracy of the global model at the end of the run. The "
         "table is sorted by accuracy, then by time.",
+        "test_loss": "loss: test loss of the global model at the end of the run. The table is "
+        "sorted by loss, then by time.",
         "seconds": f"time: training time in {clock}, without set-up, evaluations and checkpoints.",
-        "seconds_to_target": f"time to {findings.target or 0:g}: training time until the first "
-        "evaluation at or above this accuracy, without interpolation, so its resolution is "
-        "--eval-every. The mean is over the runs that reached it: (k of n).",
+        "seconds_to_target": f"time to {findings.target}: training time until the first "
+        "evaluation that reaches it, without interpolation, so its resolution is --eval-every. The "
+        "mean is over the runs that reached it: (k of n).",
         "samples_per_second": "throughput: of all workers.",
         "wait_fraction": "waiting: share of the training time that workers waited for "
         "communication.",
@@ -147,6 +167,11 @@ def definitions(findings: Findings) -> list[str]:
         "before they were sent, because the network was too slow; none is lost.",
     }
     notes += [text for key, text in texts.items() if key in keys]
+    if findings.is_of_scripts and not keys.intersection(measure.key for measure in MEASURES):
+        notes.append(
+            "Neither accuracy nor loss was measured, because the script passes no evaluate= to "
+            "DataParallel."
+        )
     if findings.baseline is not None:
         notes.append(
             f"speedup: throughput relative to one worker alone, "
@@ -229,7 +254,7 @@ def _read(request: ComparisonRequest) -> int:
         command=folder.command_line(request),
         engine=engines.pop() if len(engines) == 1 else "several",
         runs=runs,
-        target=options.target_accuracy,
+        target=options.target,
         baseline=alone,
         ideals=baselines.ideals(sizes, alone),
         notes=unequal(runs),
@@ -264,19 +289,23 @@ def _run(request: ComparisonRequest) -> int:
 
 
 def _default_out(request: ComparisonRequest) -> Path:
-    """Return ``comparisons/ENGINE-MODEL-DATASET``, in which the same command finds its runs."""
-    options = plan(request, Path("comparisons"))[0].options
-    name = f"{request.options.engine}-{options.model}-{options.dataset}"
-    return Path("comparisons") / name.replace("/", "_").replace(":", "_")
+    """Return ``comparisons/ENGINE-...``, in which the same command finds its runs."""
+    script = request.options.script
+    if script is None:
+        options = plan(request, Path("comparisons"))[0].options
+        name = f"{options.model}-{options.dataset}".replace("/", "_").replace(":", "_")
+    else:
+        name = script.stem
+    return Path("comparisons") / f"{request.options.engine}-{name}"
 
 
-def _baseline(request: ComparisonRequest, runs: Sequence[Run], out: Path) -> Baseline | Run:
-    """Return the baseline, or the run that measures it."""
+def _baseline(request: ComparisonRequest, runs: Sequence[Run], out: Path) -> Baseline | Run | None:
+    """Return the baseline, or the run that measures it; None if it follows from the runs."""
     if request.options.baseline is not None:
         return Baseline(request.options.baseline, GIVEN)
-    # From the common options, if an algorithm has no others.
-    plain = next((run for run in runs if not run.entry.words), runs[0])
-    return baselines.from_options(plain.options) or baselines.measuring_run(request, out)
+    if baselines.from_options(runs[0].options) is not None:
+        return None
+    return baselines.measuring_run(request, out)
 
 
 def _command(request: ComparisonRequest, run: Run) -> list[str]:
@@ -295,16 +324,25 @@ def _report(
 ) -> int:
     options = request.options
     finished = [run for run in runs if run.finished]
-    if isinstance(alone, Run):
-        alone = baselines.measured(alone) if alone.finished else None
     if finished:
         figures = [read_figures(run.folder, run.entry.label) for run in finished]
-        sizes = [(run.entry.label, run.options, options.workers) for run in finished]
+        # A script's batch size, for one, is known only from its run.
+        had = [stored_options(run.folder, options.run_options) for run in finished]
+        sizes = [
+            (run.entry.label, each, options.workers)
+            for run, each in zip(finished, had, strict=True)
+        ]
+        if isinstance(alone, Run):
+            alone = baselines.measured(alone) if alone.finished else None
+        elif alone is None:
+            # From the common options, if an algorithm has no others.
+            plain = next((n for n, run in enumerate(finished) if not run.entry.words), 0)
+            alone = baselines.from_options(had[plain])
         findings = Findings(
             command=folder.command_line(request),
             engine=options.engine,
             runs=figures,
-            target=options.target_accuracy,
+            target=options.target,
             baseline=alone,
             shared=request.shared,
             ideals=baselines.ideals(sizes, alone),

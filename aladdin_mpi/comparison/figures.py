@@ -18,8 +18,9 @@ from aladdin_mpi.process import console, files
 
 HEADINGS = {
     "test_accuracy": "accuracy",
+    "test_loss": "loss",
     "seconds": "time (s)",
-    "seconds_to_target": "time to {:g} (s)",
+    "seconds_to_target": "time to {} (s)",
     "samples_per_second": "throughput (samples/s)",
     "speed_up": "speedup",
     "wait_fraction": "waiting (%)",
@@ -28,19 +29,62 @@ HEADINGS = {
 }
 """Headings of the compared figures, in the order of the table."""
 KEYS = tuple(HEADINGS)
-DECIMALS = {"test_accuracy": 4, "speed_up": 2, "bytes_sent_per_step": 0}
+DECIMALS = {"test_accuracy": 4, "test_loss": 4, "speed_up": 2, "bytes_sent_per_step": 0}
 """Decimals of figures that are not shown with four digits, or as percentages with three."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An evaluation of the global model during a run."""
+    """An evaluation of the global model during a run; None for figures that were not measured."""
 
     samples: int
     seconds: float
-    accuracy: float
+    accuracy: float | None = None
+    loss: float | None = None
     model_variance: float | None = None
-    """The variance among the workers' models; None if it was not measured."""
+    """The variance among the workers' models."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A figure of evaluations by which models are compared.
+
+    Args:
+        key: its name in summaries and metrics.
+        name: its name for users, and in `Evaluation`.
+        sign: 1 if larger values are better, -1 otherwise.
+    """
+
+    key: str
+    name: str
+    sign: int
+
+    def of(self, evaluation: Evaluation) -> float | None:
+        """Return its value."""
+        value: float | None = getattr(evaluation, self.name)
+        return value
+
+
+ACCURACY = Measure("test_accuracy", "accuracy", 1)
+LOSS = Measure("test_loss", "loss", -1)
+MEASURES = (ACCURACY, LOSS)
+"""All measures; the first one that a comparison has is used."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A value of a measure that runs should reach."""
+
+    measure: Measure
+    value: float
+
+    def is_reached(self, evaluation: Evaluation) -> bool:
+        """Whether an evaluation is at least as good."""
+        sign, value = self.measure.sign, self.measure.of(evaluation)
+        return value is not None and sign * value >= sign * self.value
+
+    def __str__(self) -> str:
+        return f"{self.value:g}" if self.measure is ACCURACY else f"loss {self.value:g}"
 
 
 @dataclass(frozen=True)
@@ -57,9 +101,9 @@ class RunFigures:
         value = self.summary.get(key)
         return float(value) if value is not None and math.isfinite(value) else None
 
-    def seconds_to(self, target: float) -> float | None:
-        """Return the training time to the first evaluation at or above this accuracy, or None."""
-        return next((e.seconds for e in self.evaluations if e.accuracy >= target), None)
+    def seconds_to(self, target: Target) -> float | None:
+        """Return the training time to the first evaluation that reaches the target, or None."""
+        return next((e.seconds for e in self.evaluations if target.is_reached(e)), None)
 
     @property
     def coalesced_fraction(self) -> float | None:
@@ -67,7 +111,7 @@ class RunFigures:
         coalesced, computed = self.value("gradients_coalesced"), self.value("gradients_computed")
         return None if coalesced is None or not computed else coalesced / computed
 
-    def all_values(self, target: float | None, baseline: float | None) -> dict[str, float | None]:
+    def all_values(self, target: Target | None, baseline: float | None) -> dict[str, float | None]:
         """Return the figures of ``KEYS``."""
         values = {key: self.value(key) for key in KEYS}
         values["coalesced_fraction"] = self.coalesced_fraction
@@ -79,8 +123,9 @@ class RunFigures:
         return {key: rounded(value, key) for key, value in values.items()}
 
     def __str__(self) -> str:
-        accuracy, seconds = self.value("test_accuracy"), self.value("seconds")
-        parts = [] if accuracy is None else [f"accuracy {accuracy:.4f}"]
+        measured = [(each.name, value) for each in MEASURES if (value := self.value(each.key))]
+        parts = [f"{name} {value:.4f}" for name, value in measured[:1]]
+        seconds = self.value("seconds")
         parts += [f"training time {console.number(seconds)} s"] if seconds is not None else []
         return ", ".join([*parts, console.throughput(self.value("samples_per_second") or 0.0)])
 
@@ -95,9 +140,15 @@ def read_figures(folder: Path, label: str) -> RunFigures:
         summary = files.read((folder / SUMMARY).read_text(encoding="utf-8"))
         lines = [line for line in read_metrics(folder) if line["kind"] == "eval"]
         evaluations = [
-            Evaluation(line["samples"], line["seconds"], accuracy, line.get("model_variance"))
+            Evaluation(
+                line["samples"],
+                line["seconds"],
+                line.get(ACCURACY.key),
+                line.get(LOSS.key),
+                line.get("model_variance"),
+            )
             for line in lines
-            if (accuracy := line.get("test_accuracy")) is not None
+            if any(line.get(measure.key) is not None for measure in MEASURES)
         ]
         if not {"algorithm", "seed"} <= summary.keys():
             raise KeyError("algorithm, seed")
@@ -124,7 +175,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class TableRow:
-    """A row of the table."""
+    """A row of the table, with the figures of `KEYS`, but of only one measure."""
 
     label: str
     algorithm: str
@@ -138,7 +189,7 @@ class TableRow:
 
     def has(self, key: str) -> bool:
         """Return whether to show a figure; coalesced gradients only if there were any."""
-        spread = self.figures[key]
+        spread = self.figures.get(key)
         return spread is not None and (key != "coalesced_fraction" or spread.high > 0)
 
 
@@ -152,21 +203,31 @@ def spread(values: Iterable[float | None]) -> Spread | None:
     return Spread(mean, std, min(known), max(known), len(known))
 
 
+def compared_measure(runs: Sequence[RunFigures], target: Target | None) -> Measure:
+    """Return the target's measure, or else the first one of `MEASURES` that any run has."""
+    if target is not None:
+        return target.measure
+    known = (m for m in MEASURES if any(run.value(m.key) is not None for run in runs))
+    return next(known, MEASURES[0])
+
+
 def make_rows(
-    runs: Sequence[RunFigures], target: float | None, baseline: float | None
+    runs: Sequence[RunFigures], target: Target | None, baseline: float | None
 ) -> list[TableRow]:
-    """Return a row for each label, sorted by descending accuracy, then by ascending time."""
+    """Return a row for each label, the best first, those that are equal by ascending time."""
+    measure = compared_measure(runs, target)
+    others = {each.key for each in MEASURES} - {measure.key}
     rows = []
     for label in dict.fromkeys(run.label for run in runs):
         same = [run for run in runs if run.label == label]
         values = [run.all_values(target, baseline) for run in same]
-        figures = {key: spread(each[key] for each in values) for key in KEYS}
+        figures = {key: spread(v[key] for v in values) for key in KEYS if key not in others}
         rows.append(TableRow(label, str(same[0].summary["algorithm"]), len(same), figures))
 
     def rank(row: TableRow) -> tuple[float, float]:
-        accuracy, seconds = row.mean("test_accuracy"), row.mean("seconds")
+        value, seconds = row.mean(measure.key), row.mean("seconds")
         return (
-            math.inf if accuracy is None else -accuracy,
+            math.inf if value is None else -measure.sign * value,
             math.inf if seconds is None else seconds,
         )
 
@@ -183,10 +244,10 @@ def keys_shown(rows: Sequence[TableRow]) -> list[str]:
     return [key for key in KEYS if any(row.has(key) for row in rows)]
 
 
-def make_cells(rows: Sequence[TableRow], target: float | None, sign: str) -> list[list[str]]:
+def make_cells(rows: Sequence[TableRow], target: Target | None, sign: str) -> list[list[str]]:
     """Return cells with headings, without empty columns; ``sign`` precedes standard deviations."""
     keys = keys_shown(rows)
-    headings = [HEADINGS[key].format(target or 0) for key in keys]
+    headings = [HEADINGS[key].format(target) for key in keys]
     table = [["", "algorithm", "runs", *headings]]
     for rank, row in enumerate(rows, start=1):
         values = [_cell(row.figures[key], key, row.runs, sign) for key in keys]

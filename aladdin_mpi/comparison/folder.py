@@ -113,7 +113,7 @@ MANIFEST = "comparison.toml"
 LOCK = ".lock"
 LOCK_SECONDS = 15.0
 """Time in which the runs of a killed comparison end by themselves."""
-FIXED = ("engine", "workers")
+FIXED = ("engine", "workers", "script", "script_arguments")
 """Options that must not change when a comparison is resumed, in addition to each run's."""
 
 

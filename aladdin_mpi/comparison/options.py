@@ -12,22 +12,35 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.config import JsonDict
 
+from aladdin_mpi.comparison.figures import ACCURACY, LOSS, Target
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options import reader
-from aladdin_mpi.options.reader import Settings, build, kebab, leaves, option, shown
+from aladdin_mpi.options.reader import (
+    LARGEST_WHOLE,
+    Setting,
+    Settings,
+    build,
+    divided,
+    kebab,
+    leaves,
+    option,
+    shown,
+)
 from aladdin_mpi.options.run import RunOptions, SimulateOptions, TrainOptions
 
 PROG = "aladdin_mpi.compare"
 DESCRIPTION = (
     "Compare algorithms with the same model, data, seeds, number of workers and sample budget, "
     "over MPI or in simulation. Options after -- go to each run: those of aladdin_mpi.train or "
-    "aladdin_mpi.simulate. Rerun the same command to resume a comparison. Example: python -m "
-    "aladdin_mpi.compare --algorithms all --seeds 0 1 2 --workers 8 --target-accuracy 0.9 --out "
-    "comparisons/digits -- --dataset digits --epochs 10"
+    "aladdin_mpi.simulate. To compare them on your script, run python -m aladdin_mpi.compare "
+    "SCRIPT.py [options] [-- options of each run [-- arguments of the script]]. Rerun the same "
+    "command to resume a comparison. Example: python -m aladdin_mpi.compare --algorithms all "
+    "--seeds 0 1 2 --workers 8 --target-accuracy 0.9 --out comparisons/digits -- --dataset digits "
+    "--epochs 10"
 )
 SEPARATOR = "--"
 ALL = "all"
-READ_WITH = frozenset({"read", "out", "target_accuracy", "baseline"})
+READ_WITH = frozenset({"read", "out", "target_accuracy", "target_loss", "baseline"})
 """Options that may be passed with ``--read``."""
 
 SET_HERE = {
@@ -74,7 +87,16 @@ class CompareOptions(BaseModel):
         '"pi1=aladdin --aladdin-pi 1"',
         "LABEL=ALGORITHM-AND-OPTIONS",
     )
-    seeds: tuple[Annotated[int, Field(ge=0)], ...] = _option(
+    script: Path | None = _option(
+        None,
+        "your training script, which each run starts instead of the built-in training; SCRIPT.py "
+        "as the first argument is short for it",
+        unit="SCRIPT.py",
+    )
+    script_arguments: tuple[str, ...] = _texts(
+        "arguments of the script; those after a second -- are short for it", "ARGUMENT"
+    )
+    seeds: tuple[Annotated[int, Field(ge=0, le=LARGEST_WHOLE)], ...] = _option(
         (0,), "random seeds; every algorithm runs once with each", unit="SEED"
     )
     workers: int = _option(
@@ -87,11 +109,14 @@ class CompareOptions(BaseModel):
         gt=0,
         le=1,
     )
+    target_loss: float | None = _option(
+        None, "target test loss; reports the time to reach it, and compares losses", unit="LOSS"
+    )
     out: Path | None = _option(
         None,
         "folder for the runs and the report",
         unit="FOLDER",
-        default_text="comparisons/ENGINE-MODEL-DATASET; none with --read",
+        default_text="comparisons/ENGINE-MODEL-DATASET or ENGINE-SCRIPT; none with --read",
     )
     jobs: int = _option(1, "number of concurrent runs, in simulation", unit="RUNS", ge=1)
     mpirun: str = _option("mpirun -np {ranks}", "launch command of runs over MPI", unit="COMMAND")
@@ -122,6 +147,15 @@ class CompareOptions(BaseModel):
                 "--mpirun: expected a command with {ranks} in the place of their number, got "
                 f"{self.mpirun!r}; write for example --mpirun 'srun -n {{ranks}}'",
             ),
+            (
+                self.target_accuracy is not None and self.target_loss is not None,
+                "--target-loss cannot be combined with --target-accuracy. Leave one out.",
+            ),
+            (
+                self.script is None and bool(self.script_arguments),
+                "arguments of the script require a script. Pass SCRIPT.py as the first argument, "
+                "or leave out what follows the second --.",
+            ),
             (not self.seeds, "--seeds: expected at least one, got none; add for example --seeds 0"),
             (
                 len(set(self.seeds)) < len(self.seeds),
@@ -132,6 +166,13 @@ class CompareOptions(BaseModel):
             if wrong:
                 raise ValueError(message)
         return self
+
+    @property
+    def target(self) -> Target | None:
+        """The value that runs should reach."""
+        if self.target_loss is not None:
+            return Target(LOSS, self.target_loss)
+        return None if self.target_accuracy is None else Target(ACCURACY, self.target_accuracy)
 
     @property
     def run_options(self) -> type[RunOptions]:
@@ -165,10 +206,16 @@ def read_request(argv: Sequence[str] | None) -> ComparisonRequest:
         UserError: an option is unknown, on the wrong side of ``--``, or its value is invalid.
     """
     words = tuple(sys.argv[1:] if argv is None else argv)
-    split = words.index(SEPARATOR) if SEPARATOR in words else len(words)
-    own, shared = words[:split], words[split + 1 :]
+    script, own, rest = divided(words)
+    if script is None:
+        own, rest = _split(own)
+    shared, arguments = _split(rest)
     _check_sides(own, shared)
     given = reader.read(CompareOptions, own, PROG, DESCRIPTION)
+    if script is not None:
+        given[("script",)] = Setting(script, "SCRIPT.py")
+    if arguments:
+        given[("script_arguments",)] = Setting(tuple(arguments), "arguments of the script")
     options = build(CompareOptions, given)
     if options.read:
         others = [s.origin for path, s in given.items() if path[0] not in READ_WITH]
@@ -181,7 +228,13 @@ def read_request(argv: Sequence[str] | None) -> ComparisonRequest:
             )
     if not set(shared).isdisjoint(reader.ANSWERED_AT_ONCE):
         read_run_words(options, shared)
-    return ComparisonRequest(options, shared, words)
+    return ComparisonRequest(options, tuple(shared), words)
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words before and after the first ``--``."""
+    end = words.index(SEPARATOR) if SEPARATOR in words else len(words)
+    return list(words[:end]), list(words[end + 1 :])
 
 
 def read_run_words(options: CompareOptions, words: Sequence[str]) -> Settings:

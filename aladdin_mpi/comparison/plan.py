@@ -13,18 +13,21 @@ from typing import Any
 from aladdin_mpi.comparison.figures import RunFigures, read_figures
 from aladdin_mpi.comparison.options import (
     ALL,
+    SEPARATOR,
     SET_HERE,
     CompareOptions,
     ComparisonRequest,
     read_run_words,
     set_here,
 )
+from aladdin_mpi.comparison.scripts import Resolve, resolving
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.hooks.checkpoints import CheckpointStore
 from aladdin_mpi.options import reader
 from aladdin_mpi.options import run as run_options
 from aladdin_mpi.options.algorithms import ALGORITHMS, find_algorithm
 from aladdin_mpi.options.checks import check_ranks
+from aladdin_mpi.options.general import AUTO
 from aladdin_mpi.options.reader import Settings, build, did_you_mean
 from aladdin_mpi.options.run import (
     CONFIG_NAME,
@@ -42,6 +45,8 @@ NOT_COMPARED = {"download", "log_every", "overwrite", "progress", "quiet", "resu
     "timeout"
 }
 """Options in which a stored run may differ: they change neither result nor time."""
+NOT_RESUMED = ["--resume", "none"]
+"""Options of a script that starts from the beginning, whatever it says itself."""
 _AFTER_SEPARATOR = "after --: "
 _VARIANT = re.compile(r"([A-Za-z0-9][\w.+-]*)=(.*)", re.DOTALL | re.ASCII)
 
@@ -65,8 +70,10 @@ class Run:
     """A single run of a comparison.
 
     Attributes:
-        words: its command line, without options that depend on the state of its folder.
-        options: the options in ``words``.
+        words: its options, without those that depend on the state of its folder.
+        options: the options that it has according to ``words`` and the script.
+        script: the user's script that it runs, if any.
+        script_arguments: the script's command line.
     """
 
     entry: PlanEntry
@@ -75,6 +82,8 @@ class Run:
     words: tuple[str, ...]
     options: RunOptions
     ranks: int
+    script: Path | None = None
+    script_arguments: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
@@ -91,12 +100,21 @@ class Run:
         """Whether the run is complete."""
         return (self.folder / SUMMARY).is_file()
 
+    @property
+    def resumes(self) -> bool:
+        """Whether it continues from a checkpoint. A simulated script cannot."""
+        may_resume = self.script is None or isinstance(self.options, TrainOptions)
+        return may_resume and CheckpointStore(self.folder).exists
+
     def start_words(self) -> list[str]:
-        """Return the options that start the run, or resume it from its last checkpoint."""
-        if CheckpointStore(self.folder).exists:
-            return ["--resume", str(self.folder)]
+        """Return the words that start the run, or resume it from its last checkpoint."""
         again = ["--overwrite"] if (self.folder / CONFIG_NAME).exists() else []
-        return [*self.words, "--run-dir", str(self.folder), *again]
+        words = [*self.words, "--run-dir", str(self.folder)]
+        if self.script is not None:
+            # A script has all its options again if it is resumed.
+            how = ["--resume", AUTO] if self.resumes else [*NOT_RESUMED, *again]
+            return [str(self.script), *words, *how, SEPARATOR, *self.script_arguments]
+        return ["--resume", str(self.folder)] if self.resumes else [*words, *again]
 
 
 def plan(request: ComparisonRequest, out: Path) -> list[Run]:
@@ -109,7 +127,11 @@ def plan(request: ComparisonRequest, out: Path) -> list[Run]:
     lines = entries(options)
     shared = _check_words(options, request.shared, _AFTER_SEPARATOR)
     own = {entry: _check_words(options, entry.words, entry.origin) for entry in lines}
-    runs = [_run(request, entry, seed, out) for seed in options.seeds for entry in lines]
+    with resolving(options) as resolve:
+        built = {entry: _options(request, entry, resolve) for entry in lines}
+    runs = [
+        _run(request, entry, seed, built[entry], out) for seed in options.seeds for entry in lines
+    ]
     _check_used(runs, shared, _AFTER_SEPARATOR)
     for run in runs:
         _check_used([run], own[run.entry], run.entry.origin)
@@ -182,19 +204,41 @@ def _check_words(options: CompareOptions, words: Sequence[str], where: str) -> S
     return given
 
 
-def _run(request: ComparisonRequest, entry: PlanEntry, seed: int, out: Path) -> Run:
-    options = request.options
+def _words(request: ComparisonRequest, entry: PlanEntry, seed: int) -> list[str]:
     words = [*request.shared, *entry.words, "--algorithm", entry.algorithm, "--seed", str(seed)]
-    if options.engine == "virtual":
-        words += ["--workers", str(options.workers)]
-    where = entry.origin if entry.words else ""
+    if request.options.engine == "virtual":
+        words += ["--workers", str(request.options.workers)]
+    return words
+
+
+def _options(request: ComparisonRequest, entry: PlanEntry, resolve: Resolve) -> RunOptions:
+    """Return the options of an entry's runs, with the first seed."""
+    options = request.options
+    words = _words(request, entry, options.seeds[0])
+    words += [] if options.script is None else NOT_RESUMED
     try:
-        built = build(options.run_options, reader.read(options.run_options, words, "", ""))
-        ranks = ranks_of(entry.algorithm, built, options.workers)
+        built = resolve(reader.read(options.run_options, words, "", ""))
+        ranks_of(entry.algorithm, built, options.workers)
     except UserError as error:
+        where = entry.origin if entry.words else ""
         raise UserError(f"{where}{error}") from None
-    folder = out / RUNS / entry.label / f"seed-{seed}"
-    return Run(entry, seed, folder, tuple(words), built, ranks)
+    return built
+
+
+def _run(
+    request: ComparisonRequest, entry: PlanEntry, seed: int, options: RunOptions, out: Path
+) -> Run:
+    compared = request.options
+    return Run(
+        entry,
+        seed,
+        out / RUNS / entry.label / f"seed-{seed}",
+        tuple(_words(request, entry, seed)),
+        options.model_copy(update={"seed": seed}),
+        ranks_of(entry.algorithm, options, compared.workers),
+        compared.script,
+        compared.script_arguments,
+    )
 
 
 def ranks_of(name: str, options: RunOptions, workers: int) -> int:
@@ -216,8 +260,11 @@ def _check_stored(run: Run) -> None:
     """Refuse a folder with another run, naming the differences."""
     if not (run.folder / CONFIG_NAME).is_file():
         return
-    stored = _stored_options(run.folder, type(run.options))
-    changes = differences(_comparable(stored), _comparable(run.options))
+    stored, options = stored_options(run.folder, type(run.options)), run.options
+    if run.script is not None and "batch_size" not in options.model_fields_set:
+        # Its DataLoader determines the batch size.
+        options = options.model_copy(update={"batch_size": stored.batch_size})
+    changes = differences(_comparable(stored), _comparable(options))
     if changes:
         raise UserError(
             f"--out: {run.folder} holds a run with different options (its value first): "
@@ -226,7 +273,8 @@ def _check_stored(run: Run) -> None:
         )
 
 
-def _stored_options(folder: Path, model: type[RunOptions]) -> RunOptions:
+def stored_options(folder: Path, model: type[RunOptions]) -> RunOptions:
+    """Return the options of the run in a folder."""
     return build(model, reader.read(model, ["--config", str(folder / CONFIG_NAME)], "", ""))
 
 
@@ -284,7 +332,7 @@ def read_runs(folders: Sequence[Path]) -> list[ReadRun]:
 def _read(folder: Path) -> ReadRun:
     figures = read_figures(folder, "")
     model = SimulateOptions if figures.summary.get("engine") == "virtual" else TrainOptions
-    return ReadRun(figures, _stored_options(folder, model))
+    return ReadRun(figures, stored_options(folder, model))
 
 
 def _facts(run: ReadRun) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Plots of a comparison: accuracy and variance against time and samples, and throughput."""
+"""Plots of a comparison: accuracy or loss, and variance, against time and samples; throughput."""
 
 from __future__ import annotations
 
@@ -11,12 +11,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aladdin_mpi.comparison.figures import Evaluation, RunFigures, TableRow, four_digits
+from aladdin_mpi.comparison.figures import (
+    Evaluation,
+    Measure,
+    RunFigures,
+    TableRow,
+    Target,
+    compared_measure,
+    four_digits,
+)
 from aladdin_mpi.process import extras
 from aladdin_mpi.process.files import written_whole
 
-ACCURACY_TIME = "accuracy-time.png"
-ACCURACY_SAMPLES = "accuracy-samples.png"
+MEASURE_TIME = "{}-time.png"
+MEASURE_SAMPLES = "{}-samples.png"
 VARIANCE_SAMPLES = "variance-samples.png"
 THROUGHPUT = "throughput.png"
 COLOURS = (
@@ -50,7 +58,7 @@ def draw(
     rows: Sequence[TableRow],
     out: Path,
     title: str,
-    target: float | None,
+    target: Target | None,
     ideals: Mapping[str, float],
 ) -> list[str]:
     """Draw the plots with data and return the names of their files; none without matplotlib.
@@ -60,7 +68,7 @@ def draw(
         rows: the rows of the table, whose order is that of the legend.
         out: the folder for the files.
         title: the title of each plot.
-        target: an accuracy to mark.
+        target: a value to mark.
         ideals: ideal throughput of all workers by label.
     """
     if not_drawn():
@@ -68,9 +76,11 @@ def draw(
     # In the order of the command, so that colours do not depend on the results.
     styles = {label: style(n) for n, label in enumerate(dict.fromkeys(run.label for run in runs))}
     styles = {row.label: styles[row.label] for row in rows}
+    measure = compared_measure(runs, target)
+    name, mark = measure.name, None if target is None else target.value
     figures = {
-        ACCURACY_TIME: _accuracy(runs, styles, "training time (s)", _seconds, target),
-        ACCURACY_SAMPLES: _accuracy(runs, styles, "samples", _samples, target),
+        MEASURE_TIME.format(name): _learning(runs, styles, measure, _seconds, mark),
+        MEASURE_SAMPLES.format(name): _learning(runs, styles, measure, _samples, mark),
         VARIANCE_SAMPLES: _variance(runs, styles),
         THROUGHPUT: _throughput(rows, styles, ideals),
     }
@@ -92,19 +102,20 @@ def style(place: int) -> Style:
     }
 
 
-def _accuracy(
+def _learning(
     runs: Sequence[RunFigures],
     styles: Mapping[str, Style],
-    x_label: str,
+    measure: Measure,
     x: Value,
-    target: float | None,
+    mark: float | None,
 ) -> Any:
-    curves = _curves(runs, styles, x, lambda evaluation: evaluation.accuracy)
+    curves = _curves(runs, styles, x, measure.of)
     if not curves:
         return None
     ends = [curve.xs[-1] for curve in curves]
     is_log = x is _seconds and max(ends) > LOG_RATIO * max(min(ends), 1e-9)
-    return _figure(curves, x_label, "test accuracy", x_is_log=is_log, mark=target)
+    x_label = "training time (s)" if x is _seconds else "samples"
+    return _figure(curves, x_label, f"test {measure.name}", x_is_log=is_log, mark=mark)
 
 
 def _variance(runs: Sequence[RunFigures], styles: Mapping[str, Style]) -> Any:

@@ -741,12 +741,14 @@ def _check_switch(leaf: Leaf, value: Any, origin: str) -> None:
         )
 
 
-def to_toml(options: BaseModel) -> str:
-    """Return a complete TOML file that reads back to an equal model.
+def to_toml(options: BaseModel, only_set: bool = False) -> str:
+    """Return a TOML file that reads back to an equal model.
 
+    It is complete, or with ``only_set`` contains the fields that were set.
     Fields that are ``None`` are left out, since TOML has no word for it.
     """
-    return tomli_w.dumps(_kebab_keys(options, options.model_dump(mode="json", exclude_none=True)))
+    values = options.model_dump(mode="json", exclude_none=True, exclude_unset=only_set)
+    return tomli_w.dumps(_kebab_keys(options, values))
 
 
 def _kebab_keys(model: BaseModel, values: dict[str, Any]) -> dict[str, Any]:

@@ -33,11 +33,14 @@ class SimulatedRank:
         typed: settings on the command line, which override those of the script.
         transport: None if the script only runs to determine its options.
         unended: runs that the script must complete, which register themselves here.
+        is_for_mpi: whether these will be the options of a run over MPI, so that the script need not
+            be one that can be simulated.
     """
 
     typed: Settings
     transport: Transport | None
     unended: list[Any] = field(default_factory=list, compare=False)
+    is_for_mpi: bool = False
 
 
 class OptionsResolved(BaseException):
@@ -100,23 +103,7 @@ def simulate_script(script: Path, arguments: Sequence[str], typed: Settings) -> 
         UserError: the script cannot be read, makes no DataParallel, or cannot be simulated.
     """
     main = _program(script, arguments)
-    token = _rank.set(SimulatedRank(typed, None))
-    try:
-        main()
-    except OptionsResolved as resolved:
-        options = resolved.options
-    else:
-        raise UserError(
-            f"simulate requires a script that makes a DataParallel; {script} makes none. Train "
-            "through DataParallel, or simulate without a script."
-        )
-    finally:
-        _rank.reset(token)
-    if options.compute == "timed" or options.resume is not None:
-        raise UserError(
-            "simulate requires a script whose run starts from the beginning with real gradients. "
-            "Leave out --compute timed and --resume."
-        )
+    options = _options_of(script, main, SimulatedRank(typed, None))
     algorithm = find_algorithm(options.algorithm)
     servers = options.servers if algorithm.has_servers else 0
     size = options.workers + servers
@@ -140,6 +127,47 @@ def simulate_script(script: Path, arguments: Sequence[str], typed: Settings) -> 
                 raise
 
     cluster.run(rank)
+
+
+def script_options(
+    script: Path, arguments: Sequence[str], typed: Settings, is_for_mpi: bool
+) -> SimulateOptions:
+    """Return the options that a script's DataParallel would have.
+
+    Args:
+        script: a Python file that makes a DataParallel, before which it runs alone.
+        arguments: its command line.
+        typed: options, which override those in the script.
+        is_for_mpi: whether they are for a run over MPI.
+
+    Raises:
+        UserError: the script cannot be read, makes no DataParallel, or an option is invalid.
+    """
+    main = _program(script, arguments)
+    return _options_of(script, main, SimulatedRank(typed, None, is_for_mpi=is_for_mpi))
+
+
+def _options_of(
+    script: Path, main: Callable[[], None], simulated: SimulatedRank
+) -> SimulateOptions:
+    token = _rank.set(simulated)
+    try:
+        main()
+    except OptionsResolved as resolved:
+        options = resolved.options
+    else:
+        raise UserError(
+            f"{script}: expected a script that makes a DataParallel, and it makes none; train "
+            "through DataParallel, or leave the script out"
+        )
+    finally:
+        _rank.reset(token)
+    if not simulated.is_for_mpi and (options.compute == "timed" or options.resume is not None):
+        raise UserError(
+            "simulate requires a script whose run starts from the beginning with real gradients. "
+            "Leave out --compute timed and --resume."
+        )
+    return options
 
 
 def _program(script: Path, arguments: Sequence[str]) -> Callable[[], None]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from aladdin_mpi.comparison import baseline
+from aladdin_mpi.comparison.baseline import Baseline
 from aladdin_mpi.comparison.figures import make_rows, read_figures, spread
 from aladdin_mpi.comparison.options import read_request
 from aladdin_mpi.comparison.plan import plan
@@ -144,6 +145,8 @@ def test_baseline_of_worker_with_jitter_uses_mean_of_log_normal() -> None:
     outcome = baseline.from_options(SimulateOptions(jitter=0.5, batch_size=10, compute_time=0.2))
     assert outcome is not None
     assert outcome.samples_per_second == pytest.approx(50 / 1.1331484530668263)
+    double = baseline.from_options(SimulateOptions(accumulate=2, batch_size=10, compute_time=0.2))
+    assert double == Baseline(100.0, "calculated: a step of 20 samples in 0.2 s")
     assert baseline.from_options(TrainOptions()) is None
 
 

@@ -90,7 +90,10 @@ def run(
     label: str, values: Sequence[tuple[float, float | None]], rate: float = 100.0
 ) -> RunFigures:
     """Return a run with these accuracies and variances, one second apart."""
-    result = [Evaluation(64 * n, float(n), a, v) for n, (a, v) in enumerate(values, start=1)]
+    result = [
+        Evaluation(64 * n, float(n), a, model_variance=v)
+        for n, (a, v) in enumerate(values, start=1)
+    ]
     summary = {"algorithm": label, "seed": 0, "samples_per_second": rate}
     return RunFigures(label, Path(label), summary, result)
 
@@ -103,7 +106,7 @@ RISING = [(1 - 0.8**n, 0.0) for n in range(12)]
 
 
 def test_plot_without_figures_is_omitted(tmp_path: Path) -> None:
-    accuracies = [plots.ACCURACY_TIME, plots.ACCURACY_SAMPLES]
+    accuracies = ["accuracy-time.png", "accuracy-samples.png"]
     cases: list[tuple[list[tuple[float, float | None]], list[str]]] = [
         ([(math.nan, None)], []),
         ([(0.5, 0.0), (0.6, None)], accuracies),
@@ -126,7 +129,7 @@ def seen(path: Path, colour: str) -> int:
 
 def test_coinciding_curves_are_all_visible(tmp_path: Path) -> None:
     draw([run(str(place), RISING) for place in range(len(plots.COLOURS))], tmp_path)
-    result = [seen(tmp_path / plots.ACCURACY_SAMPLES, colour) for colour in plots.COLOURS]
+    result = [seen(tmp_path / "accuracy-samples.png", colour) for colour in plots.COLOURS]
     # A curve that another covers keeps a few pixels at its markers.
     assert min(result) > 60, result
 

@@ -79,7 +79,8 @@ class RunStrategy(Base):
     """
 
     def __init__(self, **settings: Any) -> None:
-        if simulated_rank() is not None:
+        simulated = simulated_rank()
+        if simulated is not None and not simulated.is_for_mpi:
             raise UserError(
                 "AladdinStrategy: Lightning cannot be simulated, because its ranks cannot share a "
                 "process. Simulate a loop of your own, or a built-in model."
