@@ -8,8 +8,9 @@ from math import inf
 from pathlib import Path
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.options.reader import CommandLine, Settings, divided
+from aladdin_mpi.options.reader import CommandLine, divided
 from aladdin_mpi.options.run import RunRequest, TrainOptions, read_request, warnings
+from aladdin_mpi.options.settings import Settings
 from aladdin_mpi.process import console, guard, startup
 
 REFUSED_SECONDS = 60.0

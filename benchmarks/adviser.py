@@ -31,8 +31,8 @@ from aladdin_mpi.advice.options import AdviceRequest, AdviseOptions
 from aladdin_mpi.advice.timed_run import rate_of
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.cluster import Cluster
-from aladdin_mpi.options.reader import parse_part
 from aladdin_mpi.options.run import SimulateOptions
+from aladdin_mpi.options.toml_file import parse_part
 from aladdin_mpi.process.files import write_whole
 from benchmarks import harness
 from benchmarks.bounds import folder, whole

@@ -20,8 +20,9 @@ import tomli_w
 
 from aladdin_mpi.advice import learning
 from aladdin_mpi.advice.learning import EfficiencyRow, curve, mean_curve, taught
-from aladdin_mpi.options.reader import build, read_toml
 from aladdin_mpi.options.run import SimulateOptions
+from aladdin_mpi.options.settings import build
+from aladdin_mpi.options.toml_file import read_toml
 from benchmarks import harness
 
 RUNS = Path(__file__).parent / "results" / "convergence"

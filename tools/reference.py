@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from aladdin_mpi.options.reader import Leaf, leaves, option_groups
+from aladdin_mpi.options.fields import Leaf, leaves
+from aladdin_mpi.options.reader import option_groups
 from aladdin_mpi.options.run import SimulateOptions, TrainOptions
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "options.md"

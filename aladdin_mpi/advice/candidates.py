@@ -11,7 +11,7 @@ from aladdin_mpi.advice.options import AdviceRequest
 from aladdin_mpi.advice.timed_run import LinkUse, TimedRun, busiest_first
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import ALGORITHMS, Algorithm, find_algorithm
-from aladdin_mpi.options.reader import kebab
+from aladdin_mpi.options.fields import kebab
 from aladdin_mpi.options.run import SimulateOptions
 
 NOT_ADVISED = ("multistep", "eamsgd")

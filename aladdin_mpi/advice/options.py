@@ -13,8 +13,10 @@ from pydantic import BaseModel, ConfigDict
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options import reader
-from aladdin_mpi.options.reader import Setting, Settings, build, option, parse_part, read_part
+from aladdin_mpi.options.fields import option
 from aladdin_mpi.options.run import SimulateOptions
+from aladdin_mpi.options.settings import Setting, Settings, build
+from aladdin_mpi.options.toml_file import parse_part, read_part
 from aladdin_mpi.probing.cluster_file import described_sections, rendered
 from aladdin_mpi.probing.description import EXAMPLE
 from aladdin_mpi.probing.options import read as read_description

@@ -15,8 +15,9 @@ from aladdin_mpi.errors import UserError
 from aladdin_mpi.options import reader
 from aladdin_mpi.options.algorithms import ALGORITHMS
 from aladdin_mpi.options.general import LENGTHS
-from aladdin_mpi.options.reader import Setting, build, to_toml
 from aladdin_mpi.options.run import RunOptions, SimulateOptions
+from aladdin_mpi.options.settings import Setting, build
+from aladdin_mpi.options.toml_file import to_toml
 from aladdin_mpi.process.files import write_whole
 
 LABEL = "baseline"

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from aladdin_mpi.comparison.options import PROG, CompareOptions, ComparisonRequest
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.options.reader import build, read_toml, to_toml
+from aladdin_mpi.options.settings import build
+from aladdin_mpi.options.toml_file import read_toml, to_toml
 from aladdin_mpi.process.files import open_own, write_whole
 
 _PACKAGE = Path(__file__).resolve().parent.parent

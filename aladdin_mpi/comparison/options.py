@@ -15,18 +15,10 @@ from pydantic.config import JsonDict
 from aladdin_mpi.comparison.figures import ACCURACY, LOSS, Target
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options import reader
-from aladdin_mpi.options.reader import (
-    LARGEST_WHOLE,
-    Setting,
-    Settings,
-    build,
-    divided,
-    kebab,
-    leaves,
-    option,
-    shown,
-)
+from aladdin_mpi.options.fields import kebab, leaves, option, shown
+from aladdin_mpi.options.reader import divided
 from aladdin_mpi.options.run import RunOptions, SimulateOptions, TrainOptions
+from aladdin_mpi.options.settings import LARGEST_WHOLE, Setting, Settings, build
 
 PROG = "aladdin_mpi.compare"
 DESCRIPTION = (

@@ -28,7 +28,6 @@ from aladdin_mpi.options import run as run_options
 from aladdin_mpi.options.algorithms import ALGORITHMS, find_algorithm
 from aladdin_mpi.options.checks import check_ranks
 from aladdin_mpi.options.general import AUTO
-from aladdin_mpi.options.reader import Settings, build, did_you_mean
 from aladdin_mpi.options.run import (
     CONFIG_NAME,
     SUMMARY,
@@ -38,6 +37,7 @@ from aladdin_mpi.options.run import (
     differences,
     unused,
 )
+from aladdin_mpi.options.settings import Settings, build, did_you_mean
 
 LOG = "output.log"
 RUNS = "runs"

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from aladdin_mpi.comparison.options import CompareOptions
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.options.reader import Setting, Settings, build
 from aladdin_mpi.options.run import RunOptions, SimulateOptions, TrainOptions
+from aladdin_mpi.options.settings import Setting, Settings, build
 
 Resolve = Callable[[Settings], RunOptions]
 

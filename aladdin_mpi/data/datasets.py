@@ -19,10 +19,11 @@ from aladdin_mpi.data.builtin_sets import VISION_SETS, Description, parse_synthe
 from aladdin_mpi.data.imagefolder import Fault, SplitListing
 from aladdin_mpi.data.images import ImageArrays, SkippedImages
 from aladdin_mpi.data.shards import ShardImages, find_shards, indexed
-from aladdin_mpi.data.user_code import call_with_accepted, did_you_mean, import_function
+from aladdin_mpi.data.user_code import call_with_accepted, import_function
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.fields import kebab
 from aladdin_mpi.options.general import SHUFFLE_BUFFER, Augment
-from aladdin_mpi.options.reader import kebab
+from aladdin_mpi.options.settings import did_you_mean
 
 CHOICES = get_args(Augment)
 

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from aladdin_mpi.data.user_code import call_with_accepted, did_you_mean, import_function
+from aladdin_mpi.data.user_code import call_with_accepted, import_function
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.settings import did_you_mean
 from aladdin_mpi.process import extras
 
 

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable
-from difflib import get_close_matches
+from collections.abc import Callable
 from typing import Any
 
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.settings import did_you_mean
 
 BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a hint, followed by a space, if a name similar to ``name`` is known."""
-    close = get_close_matches(name, list(known))
-    return f"did you mean {' or '.join(close)}? " if close else ""
 
 
 def import_function(option: str, spec: str) -> Callable[..., Any]:

@@ -37,7 +37,7 @@ from aladdin_mpi.flat.replica import describe_state
 from aladdin_mpi.flat.state import MergedState
 from aladdin_mpi.optimizers.sgd import LearningRate
 from aladdin_mpi.options.algorithms import Algorithm
-from aladdin_mpi.options.reader import with_current_names
+from aladdin_mpi.options.fields import with_current_names
 from aladdin_mpi.options.run import (
     RESIZE_FIELDS,
     RESUME_FIELDS,

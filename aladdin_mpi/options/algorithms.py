@@ -26,6 +26,7 @@ from pydantic import (
 )
 
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.fields import option
 from aladdin_mpi.options.general import (
     QUANTISED_BITS,
     SUM_BITS,
@@ -34,7 +35,6 @@ from aladdin_mpi.options.general import (
     PositiveShare,
     Share,
 )
-from aladdin_mpi.options.reader import option
 
 ENTRY_POINTS = "aladdin_mpi.algorithms"
 VARIABLE = "ALADDIN_MPI_ALGORITHMS"

@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from aladdin_mpi.options.reader import option
+from aladdin_mpi.options.fields import option
 
 Host = NonNegativeInt
 Parts = BeforeValidator(lambda value: value.split(":") if isinstance(value, str) else value)

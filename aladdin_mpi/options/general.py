@@ -26,7 +26,7 @@ from pydantic import (
 )
 
 from aladdin_mpi.options.cluster import Parts
-from aladdin_mpi.options.reader import nested, option, shown
+from aladdin_mpi.options.fields import nested, option, shown
 
 AUTO = "auto"
 """Value of ``--resume``: the run in ``--run-dir``, if it can be resumed."""

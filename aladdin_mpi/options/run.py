@@ -15,6 +15,7 @@ from pydantic import BaseModel, PositiveFloat, PositiveInt, create_model, model_
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import ALGORITHMS, load_plugins
 from aladdin_mpi.options.cluster import Cluster, cluster_option
+from aladdin_mpi.options.fields import dotted, kebab, nested, submodel
 from aladdin_mpi.options.general import (
     AUTO,
     LENGTHS,
@@ -22,20 +23,9 @@ from aladdin_mpi.options.general import (
     computing_option,
     run_option,
 )
-from aladdin_mpi.options.reader import (
-    Argv,
-    Setting,
-    Settings,
-    build,
-    dotted,
-    kebab,
-    nested,
-    overlay,
-    read,
-    read_toml,
-    renamed_flags,
-    submodel,
-)
+from aladdin_mpi.options.reader import Argv, read, renamed_flags
+from aladdin_mpi.options.settings import Setting, Settings, build, overlay
+from aladdin_mpi.options.toml_file import read_toml
 
 load_plugins()
 

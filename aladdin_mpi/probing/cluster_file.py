@@ -19,8 +19,10 @@ import tomli_w
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.cluster import Cluster
-from aladdin_mpi.options.reader import build, kebab, parse_part, shown
+from aladdin_mpi.options.fields import kebab, shown
 from aladdin_mpi.options.run import SimulateOptions
+from aladdin_mpi.options.settings import build
+from aladdin_mpi.options.toml_file import parse_part
 from aladdin_mpi.probing.options import ProbeOptions
 from aladdin_mpi.process.files import write_new, write_whole
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.options.reader import Setting
+from aladdin_mpi.options.settings import Setting
 
 EXAMPLE = "16 nodes x 4 GPUs, 25 Gbit/s, latency 20 us, step 0.18 s"
 EXAMPLES = (

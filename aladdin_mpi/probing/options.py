@@ -12,8 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options import reader
 from aladdin_mpi.options.cluster import FASTEST_GBIT, FASTEST_GBYTE, LONGEST_US, Host
+from aladdin_mpi.options.fields import extra, kebab, option
 from aladdin_mpi.options.general import Factor, Precision, Worker
-from aladdin_mpi.options.reader import Setting, Settings, build, extra, kebab, option
+from aladdin_mpi.options.settings import Setting, Settings, build
 from aladdin_mpi.probing.description import EXAMPLE, described
 
 PROG = "aladdin_mpi.probe"

@@ -16,18 +16,10 @@ from aladdin_mpi.flat.parts import outside_parts
 from aladdin_mpi.flat.shards import is_sharded, own_class
 from aladdin_mpi.options.algorithms import Algorithm, find_algorithm
 from aladdin_mpi.options.checks import steps_unused
+from aladdin_mpi.options.fields import current_name, leaves
 from aladdin_mpi.options.general import OWN_DATA
-from aladdin_mpi.options.reader import (
-    Setting,
-    Settings,
-    as_argument,
-    as_values,
-    build,
-    current_name,
-    leaves,
-    overlay,
-)
 from aladdin_mpi.options.run import RunOptions, RunRequest, SimulateOptions, warnings
+from aladdin_mpi.options.settings import Setting, Settings, as_argument, as_values, build, overlay
 from aladdin_mpi.process import guard
 from aladdin_mpi.run.resumption import agree_on_resume
 from aladdin_mpi.run.script import SimulatedRank, typed_options

@@ -10,7 +10,6 @@ from aladdin_mpi.control.exchange import all_or_none, broadcast
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.hooks.checkpoints import CheckpointStore, identity
 from aladdin_mpi.options.general import AUTO, LENGTHS, OWN_DATA
-from aladdin_mpi.options.reader import build
 from aladdin_mpi.options.run import (
     CONFIG_NAME,
     RESIZE_FIELDS,
@@ -21,6 +20,7 @@ from aladdin_mpi.options.run import (
     differences,
     resumed_settings,
 )
+from aladdin_mpi.options.settings import build
 from aladdin_mpi.process import console, files
 from aladdin_mpi.run import handover
 from aladdin_mpi.transport.base import Transport

@@ -21,8 +21,9 @@ from aladdin_mpi.hooks.checkpoints import FOLDER as CHECKPOINT
 from aladdin_mpi.hooks.checkpoints import CheckpointStore
 from aladdin_mpi.hooks.recorder import METRICS, TENSORBOARD
 from aladdin_mpi.options.general import LENGTHS
-from aladdin_mpi.options.reader import build, read_toml, to_toml
 from aladdin_mpi.options.run import CONFIG_NAME, RESIZE_FIELDS, SUMMARY, RunOptions
+from aladdin_mpi.options.settings import build
+from aladdin_mpi.options.toml_file import read_toml, to_toml
 from aladdin_mpi.process import files, guard
 from aladdin_mpi.process.files import check_own_folder, open_own, write_whole
 from aladdin_mpi.run import trained_model

@@ -18,8 +18,8 @@ from typing import Any
 
 from aladdin_mpi.errors import SuspendedError, UserError
 from aladdin_mpi.options.algorithms import find_algorithm
-from aladdin_mpi.options.reader import Settings
 from aladdin_mpi.options.run import SimulateOptions, check_cluster
+from aladdin_mpi.options.settings import Settings
 from aladdin_mpi.process.guard import exit_called
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster

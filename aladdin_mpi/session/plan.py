@@ -8,8 +8,8 @@ from typing import Any
 
 from aladdin_mpi.data.sampler import Period
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.options.reader import LARGEST_WHOLE
 from aladdin_mpi.options.run import RunOptions
+from aladdin_mpi.options.settings import LARGEST_WHOLE
 from aladdin_mpi.session.islands import Islands
 
 

@@ -18,8 +18,8 @@ from aladdin_mpi.comparison.plan import plan
 from aladdin_mpi.comparison.runner import last_error
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import ALGORITHMS
-from aladdin_mpi.options.reader import to_toml
 from aladdin_mpi.options.run import SimulateOptions, TrainOptions
+from aladdin_mpi.options.toml_file import to_toml
 from tests.commands import compare
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.options.reader import leaves, to_toml, with_current_names
+from aladdin_mpi.options.fields import leaves, with_current_names
 from aladdin_mpi.options.run import SimulateOptions, parse, read_request, warnings
+from aladdin_mpi.options.toml_file import to_toml
 from tests.commands import simulate
 
 FORMER = {leaf.former_flag: leaf for leaf in leaves(SimulateOptions).values() if leaf.former_flag}

@@ -7,7 +7,8 @@ from pydantic import BaseModel
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import ALGORITHMS, Algorithm
-from aladdin_mpi.options.reader import HELP_WIDTH, help_page, leaves
+from aladdin_mpi.options.fields import leaves
+from aladdin_mpi.options.reader import HELP_WIDTH, help_page
 from aladdin_mpi.options.run import SimulateOptions, TrainOptions, parse
 
 LONGEST_DESCRIPTION = HELP_WIDTH - 30

@@ -12,16 +12,9 @@ from pydantic import BaseModel, Field, ValidationError
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import AladdinOptions, own
+from aladdin_mpi.options.fields import extra, leaves, nested, submodel
 from aladdin_mpi.options.general import CheckpointInterval
-from aladdin_mpi.options.reader import (
-    HELP_WIDTH,
-    extra,
-    leaves,
-    make_parser,
-    nested,
-    submodel,
-    to_toml,
-)
+from aladdin_mpi.options.reader import HELP_WIDTH, make_parser
 from aladdin_mpi.options.run import (
     RunOptions,
     SimulateOptions,
@@ -32,6 +25,7 @@ from aladdin_mpi.options.run import (
     differences,
     parse,
 )
+from aladdin_mpi.options.toml_file import to_toml
 
 MODELS = [RunOptions, TrainOptions, SimulateOptions]
 

@@ -10,8 +10,9 @@ import pytest
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.hooks.checkpoints import MANIFEST
-from aladdin_mpi.options.reader import build, read_toml
 from aladdin_mpi.options.run import SimulateOptions
+from aladdin_mpi.options.settings import build
+from aladdin_mpi.options.toml_file import read_toml
 from tests.commands import checkpoint, refusal, simulate
 from tests.messages import check_names
 from tests.run.program_runs import PROGRAMS

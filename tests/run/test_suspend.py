@@ -16,8 +16,8 @@ import pytest
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import ALGORITHMS
-from aladdin_mpi.options.reader import Setting, Settings
 from aladdin_mpi.options.run import RunRequest, SimulateOptions
+from aladdin_mpi.options.settings import Setting, Settings
 from aladdin_mpi.process import guard
 from aladdin_mpi.run.resumption import decide
 from aladdin_mpi.run.run_folder import prepare
