@@ -73,9 +73,10 @@ def decide(request: RunRequest[Options]) -> Decision:
     if not (folder / CONFIG_NAME).is_file():
         return "start"
     resumed = _resumed(request, folder)
-    if requested.dataset == OWN_DATA and ("batch_size",) not in request.given:
-        # The batch size of the DataLoader is not known yet.
-        requested = requested.model_copy(update={"batch_size": resumed.batch_size})
+    # Not known yet: the batch size of the DataLoader, and the size of buckets, by device.
+    unknown = ["bucket_mb", *(["batch_size"] if requested.dataset == OWN_DATA else [])]
+    later = {name: getattr(resumed, name) for name in unknown if (name,) not in request.given}
+    requested = requested.model_copy(update=later)
     _check_same(folder, resumed, requested)
     if (folder / SUMMARY).is_file():
         stored = build(request.model, resumed_settings(request.model, {}, folder))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 
 from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.run.handshake import GPU_BUCKET_MB, with_bucket_size
+from tests.launch import run_ranks
+
+PROGRAM = Path(__file__).parent / "programs" / "as_on_gpus.py"
 
 
 class Alone:
@@ -35,3 +39,12 @@ def test_default_bucket_size_is_larger_with_gpus(
     transport: Any = Alone(models_time)
     options = with_bucket_size(transport, RunOptions(**given), torch.device(device))
     assert options.bucket_mb == expected
+
+
+def test_run_on_gpus_is_found_again_by_resume_auto(tmp_path: Path) -> None:
+    words = ["--algorithm", "ar-sgd", "--samples", "64", "--run-dir", str(tmp_path / "run")]
+    words += ["--bn-batches", "8", "--resume", "auto"]
+    run_ranks(2, [str(PROGRAM), *words])
+    assert "bucket-mb = 16.0\n" in (tmp_path / "run" / "config.toml").read_text()
+    again = run_ranks(2, [str(PROGRAM), *words])
+    assert f"the run in {tmp_path / 'run'} is complete" in again.stdout
