@@ -10,7 +10,7 @@ from pathlib import Path
 
 from aladdin_mpi.comparison.figures import RunFigures, read_figures
 from aladdin_mpi.comparison.options import ComparisonRequest
-from aladdin_mpi.comparison.plan import PlanEntry, Run, ranks_of
+from aladdin_mpi.comparison.plan import OPTIONS, PlanEntry, Run, ranks_of
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options import reader
 from aladdin_mpi.options.algorithms import ALGORITHMS
@@ -21,7 +21,6 @@ from aladdin_mpi.options.toml_file import to_toml
 from aladdin_mpi.process.files import write_whole
 
 LABEL = "baseline"
-OPTIONS = "options.toml"
 GIVEN = "given by --baseline"
 
 
@@ -73,11 +72,12 @@ def measuring_run(request: ComparisonRequest, out: Path) -> Run:
     """
     options = request.options
     shared = reader.read(options.run_options, request.shared, "", "")
-    # These options refer to other workers, or to the length of the compared runs.
-    replaced = ("slowdown", *LENGTHS, "servers", "algorithm", "run_dir", "overwrite")
+    # These options refer to other ranks, or to the length of the compared runs.
+    replaced = ("slowdown", "checksum", *LENGTHS, "servers", "algorithm", "run_dir", "overwrite")
     kept = {path: s for path, s in shared.items() if path[0] not in replaced}
     algorithm, seed = _algorithm(build(options.run_options, kept)), options.seeds[0]
     own = {"algorithm": algorithm, "steps": options.baseline_steps, "seed": seed, "eval_every": 0}
+    own |= {"slowdown": {}, "checksum": False}  # a script may have others
     settings = kept | {(name,): Setting(value, name) for name, value in own.items()}
     built = build(options.run_options, settings)
     # The name has the facts that may differ between comparisons, so that no run is overwritten.

@@ -169,8 +169,8 @@ def definitions(findings: Findings) -> list[str]:
     notes += [text for key, text in texts.items() if key in keys]
     if findings.is_of_scripts and not keys.intersection(measure.key for measure in MEASURES):
         notes.append(
-            "Neither accuracy nor loss was measured, because the script passes no evaluate= to "
-            "DataParallel."
+            "No test_accuracy or test_loss was measured, so only speed is compared. Return one of "
+            "them from evaluate= of DataParallel."
         )
     if findings.baseline is not None:
         notes.append(
@@ -303,7 +303,9 @@ def _baseline(request: ComparisonRequest, runs: Sequence[Run], out: Path) -> Bas
     """Return the baseline, or the run that measures it; None if it follows from the runs."""
     if request.options.baseline is not None:
         return Baseline(request.options.baseline, GIVEN)
-    if baselines.from_options(runs[0].options) is not None:
+    # From the common options, if an algorithm has no others.
+    plain = next((run for run in runs if not run.entry.words), runs[0])
+    if baselines.from_options(plain.options) is not None:
         return None
     return baselines.measuring_run(request, out)
 
@@ -326,18 +328,14 @@ def _report(
     finished = [run for run in runs if run.finished]
     if finished:
         figures = [read_figures(run.folder, run.entry.label) for run in finished]
-        # A script's batch size, for one, is known only from its run.
-        had = [stored_options(run.folder, options.run_options) for run in finished]
-        sizes = [
-            (run.entry.label, each, options.workers)
-            for run, each in zip(finished, had, strict=True)
-        ]
+        # The batch size of a script is known only from its run.
+        used = {run: stored_options(run.folder, options.run_options) for run in finished}
+        sizes = [(run.entry.label, each, options.workers) for run, each in used.items()]
         if isinstance(alone, Run):
             alone = baselines.measured(alone) if alone.finished else None
         elif alone is None:
-            # From the common options, if an algorithm has no others.
-            plain = next((n for n, run in enumerate(finished) if not run.entry.words), 0)
-            alone = baselines.from_options(had[plain])
+            plain = next((run for run in finished if not run.entry.words), finished[0])
+            alone = baselines.from_options(used[plain])
         findings = Findings(
             command=folder.command_line(request),
             engine=options.engine,

@@ -123,8 +123,8 @@ class RunFigures:
         return {key: rounded(value, key) for key, value in values.items()}
 
     def __str__(self) -> str:
-        measured = [(each.name, value) for each in MEASURES if (value := self.value(each.key))]
-        parts = [f"{name} {value:.4f}" for name, value in measured[:1]]
+        values = [(measure.name, self.value(measure.key)) for measure in MEASURES]
+        parts = [f"{name} {value:.4f}" for name, value in values if value is not None][:1]
         seconds = self.value("seconds")
         parts += [f"training time {console.number(seconds)} s"] if seconds is not None else []
         return ", ".join([*parts, console.throughput(self.value("samples_per_second") or 0.0)])
@@ -204,11 +204,10 @@ def spread(values: Iterable[float | None]) -> Spread | None:
 
 
 def compared_measure(runs: Sequence[RunFigures], target: Target | None) -> Measure:
-    """Return the target's measure, or else the first one of `MEASURES` that any run has."""
-    if target is not None:
-        return target.measure
-    known = (m for m in MEASURES if any(run.value(m.key) is not None for run in runs))
-    return next(known, MEASURES[0])
+    """Return the first measure that any run has: the target's, or else one of `MEASURES`."""
+    measures = [*([] if target is None else [target.measure]), *MEASURES]
+    known = (m for m in measures if any(run.value(m.key) is not None for run in runs))
+    return next(known, measures[0])
 
 
 def make_rows(

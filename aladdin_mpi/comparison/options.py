@@ -205,7 +205,7 @@ def read_request(argv: Sequence[str] | None) -> ComparisonRequest:
     _check_sides(own, shared)
     given = reader.read(CompareOptions, own, PROG, DESCRIPTION)
     if script is not None:
-        given[("script",)] = Setting(script, "SCRIPT.py")
+        given[("script",)] = Setting(script.absolute(), "SCRIPT.py")
     if arguments:
         given[("script_arguments",)] = Setting(tuple(arguments), "arguments of the script")
     options = build(CompareOptions, given)

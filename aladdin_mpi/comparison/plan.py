@@ -20,7 +20,7 @@ from aladdin_mpi.comparison.options import (
     read_run_words,
     set_here,
 )
-from aladdin_mpi.comparison.scripts import Resolve, resolving
+from aladdin_mpi.comparison.scripts import resolved_options
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.hooks.checkpoints import CheckpointStore
 from aladdin_mpi.options import reader
@@ -38,15 +38,20 @@ from aladdin_mpi.options.run import (
     unused,
 )
 from aladdin_mpi.options.settings import Settings, build, did_you_mean
+from aladdin_mpi.options.toml_file import to_toml
+from aladdin_mpi.process.files import write_whole
 
 LOG = "output.log"
+OPTIONS = "options.toml"
+"""The options that a run was started with, before those that depend on its data or devices."""
 RUNS = "runs"
 NOT_COMPARED = {"download", "log_every", "overwrite", "progress", "quiet", "resume", "run_dir"} | {
     "timeout"
 }
 """Options in which a stored run may differ: they change neither result nor time."""
-NOT_RESUMED = ["--resume", "none"]
-"""Options of a script that starts from the beginning, whatever it says itself."""
+NOT_RESUMED = ["--resume", "none", "--no-allow-resize"]
+RESUMED = ["--resume", AUTO, "--no-overwrite"]
+"""Options of a script that starts from the beginning, and of a resumed one."""
 _AFTER_SEPARATOR = "after --: "
 _VARIANT = re.compile(r"([A-Za-z0-9][\w.+-]*)=(.*)", re.DOTALL | re.ASCII)
 
@@ -109,12 +114,21 @@ class Run:
     def start_words(self) -> list[str]:
         """Return the words that start the run, or resume it from its last checkpoint."""
         again = ["--overwrite"] if (self.folder / CONFIG_NAME).exists() else []
-        words = [*self.words, "--run-dir", str(self.folder)]
+        # Absolute, since a script may change its current folder.
+        folder = str(self.folder.absolute())
+        words = [*self.words, "--run-dir", folder]
         if self.script is not None:
             # A script has all its options again if it is resumed.
-            how = ["--resume", AUTO] if self.resumes else [*NOT_RESUMED, *again]
+            how = RESUMED if self.resumes else [*NOT_RESUMED, *again]
             return [str(self.script), *words, *how, SEPARATOR, *self.script_arguments]
-        return ["--resume", str(self.folder)] if self.resumes else [*words, *again]
+        return ["--resume", folder] if self.resumes else [*words, *again]
+
+    def note_options(self) -> None:
+        """Write the options with which the run starts to a file, unless it has one."""
+        file = self.folder / OPTIONS
+        if not file.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(file, to_toml(self.options))
 
 
 def plan(request: ComparisonRequest, out: Path) -> list[Run]:
@@ -127,8 +141,7 @@ def plan(request: ComparisonRequest, out: Path) -> list[Run]:
     lines = entries(options)
     shared = _check_words(options, request.shared, _AFTER_SEPARATOR)
     own = {entry: _check_words(options, entry.words, entry.origin) for entry in lines}
-    with resolving(options) as resolve:
-        built = {entry: _options(request, entry, resolve) for entry in lines}
+    built = {entry: _options(request, entry) for entry in lines}
     runs = [
         _run(request, entry, seed, built[entry], out) for seed in options.seeds for entry in lines
     ]
@@ -211,13 +224,13 @@ def _words(request: ComparisonRequest, entry: PlanEntry, seed: int) -> list[str]
     return words
 
 
-def _options(request: ComparisonRequest, entry: PlanEntry, resolve: Resolve) -> RunOptions:
+def _options(request: ComparisonRequest, entry: PlanEntry) -> RunOptions:
     """Return the options of an entry's runs, with the first seed."""
     options = request.options
     words = _words(request, entry, options.seeds[0])
     words += [] if options.script is None else NOT_RESUMED
     try:
-        built = resolve(reader.read(options.run_options, words, "", ""))
+        built = resolved_options(options, reader.read(options.run_options, words, "", ""))
         ranks_of(entry.algorithm, built, options.workers)
     except UserError as error:
         where = entry.origin if entry.words else ""
@@ -258,13 +271,12 @@ def ranks_of(name: str, options: RunOptions, workers: int) -> int:
 
 def _check_stored(run: Run) -> None:
     """Refuse a folder with another run, naming the differences."""
-    if not (run.folder / CONFIG_NAME).is_file():
+    # Comparisons by earlier versions have no OPTIONS.
+    name = next((name for name in (OPTIONS, CONFIG_NAME) if (run.folder / name).is_file()), None)
+    if name is None:
         return
-    stored, options = stored_options(run.folder, type(run.options)), run.options
-    if run.script is not None and "batch_size" not in options.model_fields_set:
-        # Its DataLoader determines the batch size.
-        options = options.model_copy(update={"batch_size": stored.batch_size})
-    changes = differences(_comparable(stored), _comparable(options))
+    stored = stored_options(run.folder, type(run.options), name)
+    changes = differences(_comparable(stored), _comparable(run.options))
     if changes:
         raise UserError(
             f"--out: {run.folder} holds a run with different options (its value first): "
@@ -273,9 +285,9 @@ def _check_stored(run: Run) -> None:
         )
 
 
-def stored_options(folder: Path, model: type[RunOptions]) -> RunOptions:
-    """Return the options of the run in a folder."""
-    return build(model, reader.read(model, ["--config", str(folder / CONFIG_NAME)], "", ""))
+def stored_options(folder: Path, model: type[RunOptions], name: str = CONFIG_NAME) -> RunOptions:
+    """Return the options in a file of a run's folder."""
+    return build(model, reader.read(model, ["--config", str(folder / name)], "", ""))
 
 
 def _comparable(options: RunOptions) -> dict[str, object]:

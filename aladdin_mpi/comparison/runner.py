@@ -169,6 +169,7 @@ class Runner:
     def _start(self, run: Run) -> None:
         command = self._command(run)
         how = "resumes from its checkpoint" if run.resumes else "started"
+        run.note_options()
         self._running[run] = (Child(command, run.log, self._lock), time.monotonic())
         say(f"{self._place[run]}{run.title}: {how}")
 

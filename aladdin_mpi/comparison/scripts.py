@@ -1,51 +1,49 @@
-"""The options of the compared runs, of which a user's script may determine the most."""
+"""The options of the compared runs, most of which a user's script may determine."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 
 from aladdin_mpi.comparison.options import CompareOptions
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.fields import kebab
 from aladdin_mpi.options.run import RunOptions, SimulateOptions, TrainOptions
 from aladdin_mpi.options.settings import Setting, Settings, build
 
-Resolve = Callable[[Settings], RunOptions]
 
+def resolved_options(options: CompareOptions, given: Settings) -> RunOptions:
+    """Return the options of a run with the user's settings.
 
-@contextmanager
-def resolving(options: CompareOptions) -> Iterator[Resolve]:
-    """Yield a function that returns the options of a run from the user's settings.
+    A script runs up to its DataParallel, in another process, so that neither its data nor its
+    changes to a process remain. Its output is dropped.
 
-    A script runs once for each call, up to its DataParallel, in another process, so that neither
-    its data nor its changes to a process remain. Its output is dropped.
+    Raises:
+        UserError: an option is invalid, or the script fails or makes no DataParallel.
     """
     script, is_for_mpi = options.script, options.engine == "mpi"
     if script is None:
-        yield lambda given: build(options.run_options, given)
-        return
-
-    def resolve(given: Settings) -> RunOptions:
-        # Over MPI, the number of workers is no option, but others are checked against it.
-        workers: Settings = {("workers",): Setting(options.workers, "--workers")}
-        arguments = (script, options.script_arguments, workers | given, is_for_mpi)
-        try:
-            found = pool.submit(_options_of, *arguments).result()
-        except BrokenProcessPool:
-            raise UserError(
-                f"{script}: expected a script that makes a DataParallel, and it ended its process "
-                "before; run it by itself to see why"
-            ) from None
-        return _over_mpi(found) if is_for_mpi else found
-
-    with ProcessPoolExecutor(1, get_context("fork"), _drop_output) as pool:
-        yield resolve
+        return build(options.run_options, given)
+    # Over MPI, the number of workers is no option, but others are checked against it.
+    workers: Settings = {("workers",): Setting(options.workers, "--workers")}
+    arguments = (script, options.script_arguments, workers | given, is_for_mpi)
+    remedy = "Run it by itself to see where."
+    try:
+        # Forked, the process has the modules that the script needs.
+        with ProcessPoolExecutor(1, get_context("fork"), _drop_output) as pool:
+            resolved = pool.submit(_options_of, *arguments).result()
+    except BrokenProcessPool:
+        raise UserError(f"{script} ended its process before its DataParallel. {remedy}") from None
+    except UserError:
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise UserError(f"{script} failed before its DataParallel: {what}. {remedy}") from error
+    return _over_mpi(resolved) if is_for_mpi else resolved
 
 
 def _options_of(
@@ -62,4 +60,5 @@ def _drop_output() -> None:
 
 def _over_mpi(options: SimulateOptions) -> TrainOptions:
     names = set(TrainOptions.model_fields)
-    return TrainOptions.model_validate(options.model_dump(include=names, exclude_unset=True))
+    values = options.model_dump(include=names, exclude_unset=True)
+    return build(TrainOptions, {(n,): Setting(v, f"--{kebab(n)}") for n, v in values.items()})

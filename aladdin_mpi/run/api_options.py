@@ -222,8 +222,16 @@ def _determined(optimizer: object, schedule: object) -> dict[str, str]:
 def simulated_options(
     rank: SimulatedRank, settings: dict[str, Any], module: nn.Module
 ) -> SimulateOptions:
-    """Return the options of a simulated script; the command line overrides the script."""
-    return build(SimulateOptions, overlay(SimulateOptions, _named(settings, module), rank.typed))
+    """Return the options of a simulated script.
+
+    Args:
+        rank: with the options of the command, of which only those of the cluster are used.
+        settings: of the run, already overridden by those of the command.
+        module: the model.
+    """
+    own = RunOptions.model_fields
+    of_cluster = {path: setting for path, setting in rank.typed.items() if path[0] not in own}
+    return build(SimulateOptions, _named(settings, module) | of_cluster)
 
 
 def for_one_process(settings: dict[str, Any]) -> dict[str, Any]:

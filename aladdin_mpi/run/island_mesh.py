@@ -15,6 +15,7 @@ from aladdin_mpi.errors import RefusedError, UserError, combined
 from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.process.guard import no_exit
 from aladdin_mpi.run.job import TIMEOUT, Job, everyones, find_job
+from aladdin_mpi.run.script import simulated_rank
 from aladdin_mpi.session.islands import check_servers_of_parts, equal_groups
 
 DEFAULTS = {name: RunOptions.model_fields[name].default for name in ("algorithm", "servers")}
@@ -56,6 +57,13 @@ def island_mesh(
             use already, or ranks cannot connect.
     """
     job = find_job({"algorithm": algorithm, "servers": servers, "timeout": timeout})
+    simulated = simulated_rank()
+    if simulated is not None and simulated.is_for_mpi:
+        raise UserError(
+            "island_mesh() requires a process for each rank, but aladdin_mpi.compare runs the "
+            "script once in one process. Train it with each algorithm, and pass the run folders to "
+            "aladdin_mpi.compare --read."
+        )
     if job.shares_process:
         raise UserError(
             "island_mesh() requires a process for each rank, which a simulation has not. Simulate "

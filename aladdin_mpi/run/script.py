@@ -150,18 +150,20 @@ def script_options(
 def _options_of(
     script: Path, main: Callable[[], None], simulated: SimulatedRank
 ) -> SimulateOptions:
-    token = _rank.set(simulated)
+    token, options = _rank.set(simulated), None
     try:
         main()
     except OptionsResolved as resolved:
         options = resolved.options
-    else:
-        raise UserError(
-            f"{script}: expected a script that makes a DataParallel, and it makes none; train "
-            "through DataParallel, or leave the script out"
-        )
+    except SystemExit as error:
+        if error.code:
+            raise
     finally:
         _rank.reset(token)
+    if options is None:
+        raise UserError(
+            f"{script} makes no DataParallel. Train through DataParallel, or leave the script out."
+        )
     if not simulated.is_for_mpi and (options.compute == "timed" or options.resume is not None):
         raise UserError(
             "simulate requires a script whose run starts from the beginning with real gradients. "

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from aladdin_mpi.comparison.options import read_request
-from aladdin_mpi.comparison.plan import plan
+from aladdin_mpi.comparison.plan import NOT_RESUMED, plan
 from aladdin_mpi.errors import UserError
 from tests.commands import compare, summary
 from tests.comparison.test_compare import run
@@ -110,7 +111,7 @@ def test_figures_that_were_not_measured_are_noted(
     own = ["--algorithms", "bsp", "--workers", "2", "--", *SHORT, "--", "--unmeasured"]
     assert compare([str(PROGRAM), *own]) == 0
     report = (out / "report.md").read_text()
-    assert "Neither accuracy nor loss was measured" in report
+    assert "No test_accuracy or test_loss was measured" in report
     assert "| loss |" not in report
     assert not list(out.glob("*-time.png"))
 
@@ -138,8 +139,9 @@ def test_scripts_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
             compare([str(tmp_path / "train.py"), "--out", str(tmp_path / "out"), *more])
         return str(error.value)
 
-    assert "train.py: expected a script that makes a DataParallel" in refused("print(1)")
-    assert "it ended its process before" in refused("import os; os._exit(0)")
+    assert "train.py makes no DataParallel" in refused("import sys; sys.exit(0)")
+    assert "train.py ended its process before" in refused("import os; os._exit(0)")
+    assert "train.py failed before its DataParallel: KeyError: 'x'" in refused("{}['x']")
     (tmp_path / "train.py").unlink()
     with pytest.raises(UserError, match=r"train.py: expected a Python file"):
         compare([str(tmp_path / "train.py")])
@@ -165,14 +167,16 @@ def test_script_over_mpi_has_its_servers(tmp_path: Path) -> None:
     bsp, ar_sgd = plan(read_request(words(out, *MPI, script=("--rate", "0.02"))), out)
     assert (bsp.ranks, ar_sgd.ranks) == (4, 2)
     own = [str(PROGRAM), *SHORT, "--algorithm", "bsp", "--seed", "0", "--run-dir", str(bsp.folder)]
-    assert bsp.start_words() == [*own, "--resume", "none", "--", "--rate", "0.02"]
+    assert bsp.start_words() == [*own, *NOT_RESUMED, "--", "--rate", "0.02"]
 
 
 @pytest.mark.slow
 @needs("openmpi")
 def test_script_is_compared_and_resumed_over_mpi(tmp_path: Path) -> None:
+    out = Path(os.path.relpath(tmp_path / "out", ROOT))  # the script changes its folder
+    command = words(out, *MPI, script=("--folder", str(tmp_path)))
+    outcome = run(command)
     out = tmp_path / "out"
-    outcome = run(words(out, *MPI))
     for label, servers in (("bsp", 2), ("ar-sgd", 0)):
         made = summary(out / "runs" / label / "seed-0")
         assert (made["engine"], made["workers"], made["servers"]) == ("mpi", 2, servers)
@@ -182,7 +186,7 @@ def test_script_is_compared_and_resumed_over_mpi(tmp_path: Path) -> None:
     assert (alone["workers"], alone["samples"]) == (1, 4 * 8)
     assert f"{alone['samples_per_second']:,.6g} samples/s, measured: " in outcome.stdout
     (out / "runs" / "bsp" / "seed-0" / "summary.json").unlink()
-    again = run(words(out, *MPI))
+    again = run(command)
     assert "2 already finished" in again.stderr
     assert "bsp, seed 0: resumes from its checkpoint" in again.stderr
     log = (out / "runs" / "bsp" / "seed-0" / "output.log").read_text()
@@ -192,6 +196,6 @@ def test_script_is_compared_and_resumed_over_mpi(tmp_path: Path) -> None:
 
 def test_lightning_script_is_planned_over_mpi(tmp_path: Path) -> None:
     script = ROOT / "examples" / "parallel" / "lightning_digits.py"
-    asked = [str(script), "--engine", "mpi", "--algorithms", "bsp", "--out", str(tmp_path / "out")]
-    (only,) = plan(read_request(asked), tmp_path / "out")
+    given = [str(script), "--engine", "mpi", "--algorithms", "bsp", "--out", str(tmp_path / "out")]
+    (only,) = plan(read_request(given), tmp_path / "out")
     assert only.ranks == 5

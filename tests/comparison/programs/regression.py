@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ def main() -> None:
     """Train, with an evaluation of the test loss unless the arguments say otherwise."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rate", type=float, default=0.05)
+    parser.add_argument("--folder", default=".")
     parser.add_argument("--unmeasured", action="store_true")
     own = parser.parse_args()
 
@@ -29,9 +31,12 @@ def main() -> None:
         with torch.no_grad():
             return {"test_loss": nn.functional.mse_loss(trained(inputs), targets).item()}
 
+    compiled: Any = torch.compile(model, backend="eager")
+    os.chdir(own.folder)
     settings: dict[str, Any] = {"run_dir": "own", "resume": "auto", "servers": 2, "epochs": 2}
     run = DataParallel(
-        model,
+        compiled,
+        allow_resize=True,
         optimizer=torch.optim.SGD(model.parameters(), own.rate),
         evaluate=None if own.unmeasured else evaluate,
         eval_every=0.5,
@@ -39,7 +44,7 @@ def main() -> None:
         bn_batches=0,
         **settings,
     )
-    for rows, labels in run.batches(DataLoader(TensorDataset(inputs, targets), 8)):
+    for rows, labels in run.batches(DataLoader(TensorDataset(inputs, targets), 8, num_workers=1)):
         loss = nn.functional.mse_loss(model(rows), labels)
         loss.backward()
         run.step(loss)
