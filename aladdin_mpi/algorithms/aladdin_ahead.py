@@ -113,6 +113,7 @@ class AheadWorker(TrainingWorker):
 
         So the end of the samples, or a slow or failed worker, cannot stop the others.
         """
+        self.worker.settle()  # the device's part of the step counts too
         track, now = self.track, self.worker.transport.now
         survivors = self.worker.survivors
         complete = (min(track.pending[-1].base) // survivors + 1) * survivors

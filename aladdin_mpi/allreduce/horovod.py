@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aladdin_mpi.allreduce.base import AllReduce, Buffers, PendingSum, wait_until
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.base import Transport, await_event
 from aladdin_mpi.transport.collectives import allreduce_bytes
 
 BUILD = "run `make horovod` (tools/build-horovod.sh)"
@@ -96,7 +96,9 @@ class HorovodAllReduce(AllReduce):
 
     def start(self, values: Tensor, key: int) -> PendingSum:
         """Start the sum in Horovod's thread."""
-        buffer, _ = self._buffers.load(values, key)
+        buffer, filled = self._buffers.load(values, key)
+        if filled is not None:
+            await_event(self._transport, filled)
         self._transport.traffic.bytes_sent += allreduce_bytes(buffer.nbytes, self._transport.size)
         handle = self._hvd.allreduce_async_(buffer, op=self._hvd.Sum, name=f"bucket {key}")
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from aladdin_mpi.allreduce.base import AllReduce, Buffers, PendingSum, timeout_of, wait_until
 from aladdin_mpi.control.exchange import broadcast, gather
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.base import Transport, await_event
 from aladdin_mpi.transport.collectives import allreduce_bytes
 
 MARGIN = 30.0
@@ -95,7 +95,9 @@ class TorchAllReduce(AllReduce):
 
     def start(self, values: Tensor, key: int) -> PendingSum:
         """Start torch's asynchronous all-reduce."""
-        buffer, _ = self._buffers.load(values, key)
+        buffer, filled = self._buffers.load(values, key)
+        if filled is not None:
+            await_event(self._transport, filled)
         self._transport.traffic.bytes_sent += allreduce_bytes(buffer.nbytes, self._transport.size)
         work = torch.distributed.all_reduce(buffer, async_op=True)
         assert work is not None

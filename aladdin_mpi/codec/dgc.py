@@ -250,9 +250,7 @@ class DeepGradientCompression(GradientCodec):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore ``v``."""
         saved = state["left"]
-        if saved is not None and self._velocity is not None:
-            saved = saved.to(self._velocity.device)
-        self.left = None if saved is None else saved.clone()
+        self.left = None if saved is None else saved.to(self._wire.device, copy=True)
 
     def scale_held_back(self, factor: float) -> None:
         """Scale ``v``."""

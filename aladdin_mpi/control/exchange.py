@@ -141,8 +141,9 @@ def packed(value: Any) -> Tensor:
 
 
 def unpacked(data: Tensor) -> Any:
-    """Return the value of :func:`packed` bytes."""
-    return torch.load(BytesIO(data.numpy().tobytes()), weights_only=True)
+    """Return the value of :func:`packed` bytes; its tensors are on the CPU."""
+    # The sender's device may not exist here.
+    return torch.load(BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=True)
 
 
 def send_object(transport: Transport, value: Any, dest: int, tag: int) -> list[Request]:

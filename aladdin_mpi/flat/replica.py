@@ -406,10 +406,19 @@ class Projections:
     def __bool__(self) -> bool:
         return bool(self._functions)
 
-    def apply(self, vector: Tensor) -> None:
-        """Apply the projections to a whole flat vector, in place."""
+    def apply(self, vector: Tensor, device: torch.device | None = None) -> None:
+        """Apply the projections to a whole flat vector, in place.
+
+        The functions receive values on ``device``, by default the vector's. A script's functions
+        expect the rank's, on which they have, for example, their masks.
+        """
+        if not self._places:
+            return
+        values = vector.to(device or vector.device)
         for place in self._places:
-            self._call(place, vector[place.part])
+            self._call(place, values[place.part])
+        if values is not vector:
+            vector.copy_(values)
 
     def apply_to_bucket(self, bucket: Bucket, values: Tensor) -> None:
         """Apply the projections to the parameters of a bucket, which are whole."""

@@ -35,6 +35,7 @@ from aladdin_mpi.errors import DISK_FULL, TransportError, UserError, system_erro
 from aladdin_mpi.flat.lanes import LaneReplica
 from aladdin_mpi.flat.replica import describe_state
 from aladdin_mpi.flat.state import MergedState
+from aladdin_mpi.optimizers.script_access import IMPLEMENTATION
 from aladdin_mpi.optimizers.sgd import LearningRate
 from aladdin_mpi.options.algorithms import Algorithm
 from aladdin_mpi.options.fields import with_current_names
@@ -266,12 +267,21 @@ def _check_model(folder: Path, manifest: dict[str, Any], here: dict[str, Any]) -
 def _shorten_optimizers(manifest: dict[str, Any], here: dict[str, Any]) -> None:
     """Reduce the descriptions of two optimizers to the settings that only one of them has."""
     pair = str(manifest.get("optimizer")), str(here.get("optimizer"))
-    first, second = (re.split(r"[,;:] (?![^(]*\))", each) for each in pair)  # not in parentheses
+    first, second = (
+        [
+            part
+            for part in re.split(r"[,;:] (?![^(]*\))", each)  # not in parentheses
+            if part.split(" ")[0] not in IMPLEMENTATION  # in checkpoints of earlier versions
+        ]
+        for each in pair
+    )
     only_first = [each for each in first if each not in second]
     only_second = [each for each in second if each not in first]
     if only_first or only_second:
         manifest["optimizer"] = ", ".join(only_first) or "absent"
         here["optimizer"] = ", ".join(only_second) or "absent"
+    elif len(first) == len(second):
+        manifest["optimizer"] = here["optimizer"]
 
 
 @contextmanager

@@ -51,6 +51,7 @@ class Snapshots:
         self._numel = context.whole.numel
         self._dtype = dtype = full(context.whole.parameters.dtype)
         self._projections = context.projections  # a copy may be a mean of several models
+        self._device = context.whole.parameters.device
         self._mine = [
             number for number, piece in enumerate(self._pieces) if transport.rank in piece.holders
         ]
@@ -128,7 +129,7 @@ class Snapshots:
 
     def _finish(self) -> None:
         if not self._missing:
-            self._projections.apply(self._vector)
+            self._projections.apply(self._vector, self._device)
             self._on_copy(self._vector)
 
 
@@ -270,8 +271,12 @@ class Evaluations(RunHook):
             if self._recalibrator is not None:
                 self._recalibrator.reestimate(module)
                 module.eval()
+            memory = [parameter.data_ptr() for parameter in module.parameters()]
             with torch.no_grad():
                 figures = self._evaluate(module)
+            if memory != [parameter.data_ptr() for parameter in module.parameters()]:
+                # It was moved to another device, and its parameters are no longer in the replica.
+                self._copy = module.cpu(), Replica(module)
             self._after()
         return figures
 

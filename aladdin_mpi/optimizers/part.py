@@ -103,6 +103,12 @@ class PartPiece:
         return values.as_strided(self.shape, self.stride, values.storage_offset())
 
 
+def _is_elsewhere(value: object, like: Tensor) -> bool:
+    """Return whether a value of a state has to be moved to the device of ``like``."""
+    # The device of a counter of steps depends on the optimizer.
+    return isinstance(value, Tensor) and value.dim() > 0 and value.device != like.device
+
+
 def same_kind(given: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Return an optimizer of the class of ``given``, with its attributes but no state.
 
@@ -146,6 +152,9 @@ class OptimizerPart:
         for leaf, state in zip(self._leaves, states, strict=True):
             if state:
                 self._inner.state[leaf] = state
+        if any(_is_elsewhere(value, like) for state in states for value in state.values()):
+            # A state that the script loaded before its model moved to the rank's device.
+            self._inner.load_state_dict(self._inner.state_dict())
 
     def step(self, x: Tensor, gradient: Tensor, unused: Unused = ()) -> None:
         """Step the part ``x`` in place, except its ``unused`` parts."""

@@ -71,6 +71,8 @@ def _in_memory(values: Tensor, segment: Segment) -> Tensor:
 
 Hyperparameters = dict[str, Any]
 """Hyperparameters of one group by name, without its parameters."""
+IMPLEMENTATION = ("capturable", "foreach", "fused")
+"""Hyperparameters that may depend on the device, since they do not change a step."""
 
 
 def hyperparameters(group: dict[str, Any]) -> Hyperparameters:

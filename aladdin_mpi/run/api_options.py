@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from aladdin_mpi.control.exchange import all_or_none
@@ -95,6 +96,21 @@ def check_given(module: object, evaluate: object, settings: dict[str, Any]) -> N
         raise UserError(
             "DataParallel: evaluate: expected a function of the module that returns figures by "
             f"name, got {type(evaluate).__name__}; pass the function itself"
+        )
+
+
+def check_default_device() -> None:
+    """Check that new tensors are on the CPU, as messages are.
+
+    Raises:
+        UserError: they are on another device.
+    """
+    find = getattr(torch, "get_default_device", None)  # torch below 2.3 lacks it
+    if find is not None and find().type != "cpu":
+        raise UserError(
+            f"DataParallel requires the CPU as torch's default device, got {find()}. Remove "
+            "torch.set_default_device(): DataParallel moves the model to run.device, and batches "
+            "to the same device."
         )
 
 

@@ -34,6 +34,7 @@ from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.process import console, guard, heap
 from aladdin_mpi.run.api_options import (
     agreed_options,
+    check_default_device,
     check_given,
     check_memory_format,
     check_parts,
@@ -178,6 +179,7 @@ class DataParallel:
             transport = simulated.transport
         elif transport is None:
             end_other_run()
+            check_default_device()
             timeout = float(settings.get("timeout", TIMEOUT))
             start_mpi(timeout)
             from aladdin_mpi.transport.mpi.engine import MpiTransport
@@ -479,8 +481,16 @@ class DataParallel:
         if takeover is not None:
             task = replace(task, origin=takeover.origin)
             self._progress.take_over(takeover.progress, takeover.mine is None)
+            if self.algorithm.has_servers and transport.rank < options.servers:
+                self._serve_on_cpu()
         self.transport = transport
         return assemble(transport, options, self.algorithm, self.module, task, takeover, hooks)
+
+    def _serve_on_cpu(self) -> None:
+        """Move the model to the CPU, which servers use, after this rank was a worker or a spare."""
+        if not is_sharded(self.module):
+            self.module.cpu()
+            self.device = torch.device("cpu")
 
     def _follow(self, data: TrainingData, rank: Rank) -> None:
         """Train with ``rank``, this rank's place in a new group."""

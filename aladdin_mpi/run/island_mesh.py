@@ -10,6 +10,7 @@ import torch
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from aladdin_mpi.accelerator import identity, is_accelerator
 from aladdin_mpi.allreduce.torch_distributed import Meeting, end_group, obstacle
 from aladdin_mpi.errors import RefusedError, UserError, combined
 from aladdin_mpi.options.run import RunOptions
@@ -85,7 +86,8 @@ def island_mesh(
     except UserError as error:
         problem = str(error)
     _agree(job, problem)
-    _agree(job, _shared(job.rank, group, everyones(str(where))))
+    own = identity(where) if is_accelerator(where) else "cpu"
+    _agree(job, _shared(job.rank, group, everyones(own), where))
     Meeting(job.rank, group, job.hosts, everyones, "island_mesh()").join(where, timeout or None)
     atexit.register(end_group)
     return init_device_mesh(where.type, (len(group),), mesh_dim_names=("island",))
@@ -102,13 +104,18 @@ def _group(job: Job, island: int | Literal["node"]) -> Sequence[int]:
     return next(group for group in [*servers, *islands] if job.rank in group)
 
 
-def _shared(rank: int, group: Sequence[int], devices: Sequence[str]) -> str:
-    """Return a description of ranks of a group that share a GPU, which NCCL refuses; "" if none."""
-    mine = [each for each in group if devices[each] == devices[rank]]
-    if devices[rank].startswith("cpu") or len(mine) == 1 or rank != mine[0]:
+def _shared(
+    rank: int, group: Sequence[int], identities: Sequence[str], device: torch.device
+) -> str:
+    """Return a description of ranks of a group that share a GPU, which NCCL refuses; "" if none.
+
+    Every rank may call its GPU ``cuda:0``, so ``identities`` tell them apart.
+    """
+    mine = [each for each in group if identities[each] == identities[rank]]
+    if identities[rank] == "cpu" or len(mine) == 1 or rank != mine[0]:
         return ""
     return (
-        f"island_mesh(): ranks {', '.join(map(str, mine))} of an island share {devices[rank]}, and "
+        f"island_mesh(): ranks {', '.join(map(str, mine))} of an island share {device}, and "
         "FSDP's library for GPUs, NCCL, requires one each. Start at most as many workers on a host "
         'as it has GPUs, or pass device="cpu".'
     )

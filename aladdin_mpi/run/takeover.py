@@ -9,7 +9,6 @@ rank has computed are granted again.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,10 @@ from aladdin_mpi.control.exchange import (
     broadcast,
     broadcast_tensor,
     gather,
+    packed,
     receive_object,
     send_object,
+    unpacked,
 )
 from aladdin_mpi.control.tags import COORDINATOR, Tag
 from aladdin_mpi.data.sampler import Period
@@ -343,8 +344,8 @@ class _StateParts:
             return None
         if source == self._transport.rank:
             assert self._mine is not None
-            # Merging changes the states, and another takeover may need this one.
-            part = deepcopy(self._mine.part)
+            # Merging changes the states, which are on the CPU, and another takeover may need this.
+            part = unpacked(packed(self._mine.part))
         else:
             part = receive_object(self._transport, source, Tag.STATE)
         rank = self._plan.former[place]

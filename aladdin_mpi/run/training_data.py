@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map
 
 from aladdin_mpi.accelerator import CopyStream, is_accelerator
@@ -186,7 +187,8 @@ class Delivery:
 
     def __call__(self, batch: Any) -> Any:
         """Return the batch on the device."""
-        return tree_map(self._put, batch)
+        # torch keeps a part of a packed sequence on the CPU.
+        return tree_map(self._put, batch, is_leaf=lambda part: isinstance(part, PackedSequence))
 
     def _put(self, item: Any) -> Any:
         if not isinstance(item, Tensor):

@@ -437,7 +437,8 @@ def collect_model(context: Context, role: Role, without: Sequence[int] = ()) -> 
             allreduce_tensor(transport, total)
             allreduce_tensor(transport, mine)
             mine.div_(total.item())
-    context.projections.apply(vector)  # the mean of projected models may not satisfy them
+    device = replica.parameters.device
+    context.projections.apply(vector, device)  # the mean of projected models may not satisfy them
     replica.set(vector)
     return vector
 

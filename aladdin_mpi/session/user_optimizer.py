@@ -14,7 +14,7 @@ from aladdin_mpi.data.user_code import import_function
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.optimizers import named
 from aladdin_mpi.optimizers.part import same_kind
-from aladdin_mpi.optimizers.script_access import ScriptAccess, hyperparameters
+from aladdin_mpi.optimizers.script_access import IMPLEMENTATION, ScriptAccess, hyperparameters
 from aladdin_mpi.options.run import RunOptions
 
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -38,7 +38,11 @@ class UserOptimizer:
         """Return a description that must be equal on all ranks and in a resumed run."""
         groups = [
             f"{len(group['params'])} parameters, "
-            + ", ".join(f"{name} {value}" for name, value in hyperparameters(group).items())
+            + ", ".join(
+                f"{name} {value}"
+                for name, value in hyperparameters(group).items()
+                if name not in IMPLEMENTATION
+            )
             for group in self.given.param_groups
         ]
         kind = type(self.scheduler).__name__ if self.scheduler is not None else "none"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from aladdin_mpi.accelerator import CopyStream, is_accelerator
+from aladdin_mpi.accelerator import CopyStream, Stopwatch, is_accelerator
 from aladdin_mpi.control.budget import SampleLease
 from aladdin_mpi.control.refusals import Reason, Refusal, report
 from aladdin_mpi.errors import UserError
@@ -48,6 +48,7 @@ class RealStep:
         self._replica = replica
         self._compute = compute
         self._slowdown = slowdown
+        self._stopwatch = Stopwatch(replica.parameters.device)
         self._last: float | None = None
         """Duration of the last step's computation, in seconds."""
         self.watch: BucketWatch | None = replica.watch(layout, wait_free)
@@ -75,6 +76,8 @@ class RealStep:
         is_skipped = isinstance(loss, Skip)
         self._replica.end_backward(is_skipped)
         self.watch.end()
+        if self._slowdown > 1:
+            self._stopwatch.finish()
         self._last = self._transport.now() - start
         if self._slowdown > 1 and is_first:
             self._transport.sleep((self._slowdown - 1) * self._last)

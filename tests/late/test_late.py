@@ -15,8 +15,10 @@ import pytest
 from benchmarks.gpu_check import rows
 from benchmarks.gpu_check.device import TEST, VARIABLE
 from benchmarks.gpu_check.rows import PASS
+from tests.commands import EPOCH, summary
 from tests.late import build
-from tests.launch import ROOT, needs, run_ranks
+from tests.launch import ROOT, needs, run_ranks, start_ranks
+from tests.run.jobs import ULFM, kill_ranks, samples_so_far, wait_until
 
 OBSTACLE = build.obstacle()
 pytestmark = [
@@ -38,6 +40,35 @@ def test_delayed_copy_device_reveals_mistakes() -> None:
     completed = subprocess.run(checks, cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert completed.returncode == 0, completed.stdout
     assert " passed" in completed.stdout
+
+
+@needs("openmpi")
+@pytest.mark.parametrize(
+    ("algorithm", "ranks", "killed", "options"),
+    [
+        pytest.param("asp", 4, 0, [], id="a worker becomes the server"),
+        pytest.param("ar-sgd", 3, 0, [], id="rank 0 is replaced", marks=pytest.mark.long),
+        pytest.param(
+            "aladdin-ahead", 5, 2, ["--spares", "1"], id="a spare worker", marks=pytest.mark.long
+        ),
+    ],
+)
+def test_survivors_form_a_new_group_on_delayed_copy_device(
+    tmp_path: Path, algorithm: str, ranks: int, killed: int, options: list[str]
+) -> None:
+    build.library()
+    run_dir = tmp_path / "run"
+    words = ["--algorithm", algorithm, "--device", "gpu", "--epochs", "12"]
+    words += ["--run-dir", str(run_dir), "--log-every", "320", "--bn-batches", "8", *options]
+    with start_ranks(ranks, ["-m", "tests.late.trained", *words], mpirun=ULFM) as job:
+        wait_until(job, lambda: samples_so_far(run_dir) >= EPOCH, seconds=100)
+        kill_ranks(job, [killed])
+        completed = job.wait(120)
+    assert completed.returncode == 0, repr(completed)
+    figures = summary(run_dir)
+    assert [failure["rank"] for failure in figures["failures"]] == [killed]
+    assert figures["samples"] == 12 * EPOCH
+    assert figures["test_accuracy"] > 0.9
 
 
 @needs("openmpi")

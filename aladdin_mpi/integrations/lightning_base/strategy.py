@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -356,6 +357,7 @@ class RunStrategy(Base):
         trainer = self._trainer
         held = [trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics]
         mine = (progress_of(trainer), held) if self.is_global_zero else None
+        mine = apply_to_collection(mine, Tensor, Tensor.cpu)  # for ranks without this device
         progress, metrics = everyones(mine)[self._job.servers]
         if not self.is_global_zero:
             adopt(trainer, progress)
