@@ -33,7 +33,9 @@ if [ -n "$bundle" ]; then
         fail "the bundle is for Python 3.12; '$python' is $("$python" --version 2>&1)." \
             "Select another one: PYTHON=python3.12 tools/gpu-check.sh --bundle FOLDER"
     export PATH=$bundle/bin:$PATH PYTHONPATH=$bundle${PYTHONPATH:+:$PYTHONPATH}
-    export MPI4PY_LIBMPI=$bundle/lib/libmpi.so.40 PYTHONDONTWRITEBYTECODE=1
+    # Compile each module once, but not into the bundle.
+    export MPI4PY_LIBMPI=$bundle/lib/libmpi.so.40
+    export PYTHONPYCACHEPREFIX=${TMPDIR:-/tmp}/gpu-check-bytecode
 fi
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 exec "$python" -m benchmarks.gpu_check "$@"

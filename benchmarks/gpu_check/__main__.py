@@ -75,9 +75,8 @@ def _memory() -> str | None:
 def _run_parts(runner: Runner, report: Report, args: argparse.Namespace) -> None:
     """Run the selected parts; on the test device a part may use all the time that is left."""
     end = time.monotonic() + args.limit
-    for part in PARTS:
-        if args.only and part.name not in args.only:
-            continue
+    parts = {part.name: part for part in PARTS}
+    for part in [parts[name] for name in args.only or parts]:
         left = end - time.monotonic()
         if left <= 0:
             report.add(Row(part.name, "all", SKIP, note="no time left"))
@@ -94,7 +93,13 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     names = [part.name for part in PARTS]
     add("--device", choices=["gpu", TEST], default="gpu", help="test: delayed-copy test device")
-    add("--only", choices=names, nargs="+", metavar="PART", help=f"of {', '.join(names)}")
+    add(
+        "--only",
+        choices=names,
+        nargs="+",
+        metavar="PART",
+        help=f"in this order, of {', '.join(names)}",
+    )
     add("--out", type=Path, default=Path("gpu-check"), help="folder for the report")
     add("--limit", type=positive, default=LIMIT, help="longest duration, in seconds")
     return parser

@@ -36,7 +36,7 @@ GLIBC = (5, 12, 17, 24, 27, 28)
 LEGACY_PLATFORMS = ("manylinux1_x86_64", "manylinux2010_x86_64", "manylinux2014_x86_64")
 PRESENT = ("numpy", "pillow", "torch")
 """Dependencies that a machine with torch and torchvision has."""
-LARGEST = 60 * 2**20
+LARGEST = 45 * 2**20
 """Largest size of the folder in bytes."""
 
 

@@ -34,7 +34,7 @@ A rounding difference can move a value to the next quantisation level or another
 sparse gradient, whose error is a share of one step. A lost or repeated bucket is a whole step, a
 fifth of the change.
 """
-QUANTISED = ("bf16", "int8", "dgc")
+QUANTISED = ("bf16", "int8", "int4", "dgc")
 
 
 def train(folder: str, device: str, name: str, options: dict[str, Any]) -> torch.Tensor:

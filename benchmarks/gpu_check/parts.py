@@ -65,6 +65,6 @@ PARTS = (
     ),
     Part("settings", 90.0, (Job(1, "settings"), Job(2, "settings"))),
     Part("profile", 90.0, (Job(3, "profile"),)),
-    Part("speed", 240.0, (Job(1, "speed"), Job(2, "speed"))),
+    Part("speed", 420.0, (Job(2, "speed"), Job(1, "speed"))),
 )
 """Parts in order of importance: a check that is cut short has run the first ones."""

@@ -41,8 +41,9 @@ PICTURED = ("aladdin-ahead", "ar-sgd", "bsp", "local-sgd", "sgp")
 """One algorithm of each family: asynchronous, all-reduce, server, periodic averaging, gossip."""
 LAYERS, FEATURES = 6, 1000
 BATCH = 16 if is_test_device() else 2048
-FIRST, LAST = 8, 12
-"""Profiled steps: from the first up to, but not including, the last."""
+FIRST, LAST = 16, 20
+"""Profiled steps, after the first rounds of aladdin-ahead: from the first up to the last, which is
+not included."""
 STEPS = 4 * LAST
 """Steps per worker; asynchronous workers share them dynamically."""
 STALLS = (

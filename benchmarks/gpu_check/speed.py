@@ -9,6 +9,7 @@ is the ratio of the medians of their turns, minus one.
 from __future__ import annotations
 
 import gc
+import os
 import statistics
 import sys
 import time
@@ -35,6 +36,8 @@ WARM_UP, TURNS, TURN = (2, 3, 2) if is_test_device() else (30, 9, 10)
 """Steps of each before the measurement, turns of each, and steps of a turn."""
 STEPS = WARM_UP + TURNS * TURN + 1
 """Steps of a run, which ends in its last step."""
+SERVER_THREADS = 8
+"""As in batch scripts; the check's processes have one by default."""
 REST = 0.5
 """Seconds before a turn, so that the messages of the last steps have arrived."""
 Steps = Iterator[None]
@@ -107,7 +110,7 @@ def ours(algorithm: str) -> Contender:
     return train
 
 
-ALONE: dict[str, Contender] = {"DDP": ddp, "ar-sgd": ours("ar-sgd")}
+ALONE: dict[str, Contender] = {"ar-sgd": ours("ar-sgd"), "DDP": ddp}
 WITH_SERVER: dict[str, Contender] = {"aladdin-ahead": ours("aladdin-ahead")}
 
 
@@ -115,6 +118,7 @@ def measure(contender: Contender, workload: Workload, folder: str) -> tuple[floa
     """Return the median seconds of a step of plain torch and of the contender."""
     steps = contender(workload, folder)
     if WORLD.rank < WORLD.size - 1:  # the server
+        torch.set_num_threads(min(SERVER_THREADS, len(os.sched_getaffinity(0))))
         for _ in steps:
             pass
         return 0.0, 0.0
