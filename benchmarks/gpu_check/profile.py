@@ -41,7 +41,7 @@ PICTURED = ("aladdin-ahead", "ar-sgd", "bsp", "local-sgd", "sgp")
 """One algorithm of each family: asynchronous, all-reduce, server, periodic averaging, gossip."""
 LAYERS, FEATURES = 6, 1000
 BATCH = 16 if is_test_device() else 2048
-FIRST, LAST = 16, 20
+FIRST, LAST = (8, 12) if is_test_device() else (16, 20)
 """Profiled steps, after the first rounds of aladdin-ahead: from the first up to the last, which is
 not included."""
 STEPS = 4 * LAST
