@@ -17,8 +17,6 @@ from aladdin_mpi.options.algorithms import ALGORITHMS
 from aladdin_mpi.options.general import LENGTHS
 from aladdin_mpi.options.run import RunOptions, SimulateOptions
 from aladdin_mpi.options.settings import Setting, build
-from aladdin_mpi.options.toml_file import to_toml
-from aladdin_mpi.process.files import write_whole
 
 LABEL = "baseline"
 GIVEN = "given by --baseline"
@@ -86,12 +84,6 @@ def measuring_run(request: ComparisonRequest, out: Path) -> Run:
     ranks = ranks_of(algorithm, built, 1)
     of_script = options.script, options.script_arguments
     return Run(PlanEntry(LABEL, algorithm), seed, folder, words, built, ranks, *of_script)
-
-
-def write_options(run: Run) -> None:
-    """Write the options file of the measuring run, which leaves the others to a script."""
-    run.folder.mkdir(parents=True, exist_ok=True)
-    write_whole(run.folder / OPTIONS, to_toml(run.options, only_set=True))
 
 
 def _algorithm(options: RunOptions) -> str:

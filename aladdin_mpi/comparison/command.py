@@ -278,7 +278,7 @@ def _run(request: ComparisonRequest) -> int:
         check_launcher(options.mpirun, max(run.ranks for run in every))
     with folder.claimed(out, request) as lock:
         if isinstance(alone, Run):
-            baselines.write_options(alone)
+            alone.write_options(only_set=True)  # the others are left to a script
         runner = Runner(lambda run: _command(request, run), options.jobs, lock)
         finished = sum(run.finished for run in every)
         before = f", {finished} already finished" if finished else ""
@@ -303,11 +303,14 @@ def _baseline(request: ComparisonRequest, runs: Sequence[Run], out: Path) -> Bas
     """Return the baseline, or the run that measures it; None if it follows from the runs."""
     if request.options.baseline is not None:
         return Baseline(request.options.baseline, GIVEN)
-    # From the common options, if an algorithm has no others.
-    plain = next((run for run in runs if not run.entry.words), runs[0])
-    if baselines.from_options(plain.options) is not None:
+    if baselines.from_options(_plain(runs).options) is not None:
         return None
     return baselines.measuring_run(request, out)
+
+
+def _plain(runs: Sequence[Run]) -> Run:
+    """Return the first run that has only the common options, or the first one."""
+    return next((run for run in runs if not run.entry.words), runs[0])
 
 
 def _command(request: ComparisonRequest, run: Run) -> list[str]:
@@ -334,8 +337,7 @@ def _report(
         if isinstance(alone, Run):
             alone = baselines.measured(alone) if alone.finished else None
         elif alone is None:
-            plain = next((run for run in finished if not run.entry.words), finished[0])
-            alone = baselines.from_options(used[plain])
+            alone = baselines.from_options(used[_plain(finished)])
         findings = Findings(
             command=folder.command_line(request),
             engine=options.engine,

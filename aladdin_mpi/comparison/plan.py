@@ -123,12 +123,10 @@ class Run:
             return [str(self.script), *words, *how, SEPARATOR, *self.script_arguments]
         return ["--resume", folder] if self.resumes else [*words, *again]
 
-    def note_options(self) -> None:
-        """Write the options with which the run starts to a file, unless it has one."""
-        file = self.folder / OPTIONS
-        if not file.exists():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(file, to_toml(self.options))
+    def write_options(self, only_set: bool = False) -> None:
+        """Write the options with which the run starts, or ``only_set`` ones, to a file."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_whole(self.folder / OPTIONS, to_toml(self.options, only_set))
 
 
 def plan(request: ComparisonRequest, out: Path) -> list[Run]:

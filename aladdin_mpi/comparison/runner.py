@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from aladdin_mpi.comparison.figures import read_figures
-from aladdin_mpi.comparison.plan import Run
+from aladdin_mpi.comparison.plan import OPTIONS, Run
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.process import console
 from aladdin_mpi.process.console import say
@@ -169,7 +169,8 @@ class Runner:
     def _start(self, run: Run) -> None:
         command = self._command(run)
         how = "resumes from its checkpoint" if run.resumes else "started"
-        run.note_options()
+        if not (run.folder / OPTIONS).exists():
+            run.write_options()
         self._running[run] = (Child(command, run.log, self._lock), time.monotonic())
         say(f"{self._place[run]}{run.title}: {how}")
 

@@ -7,13 +7,13 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
-from pathlib import Path
 
 from aladdin_mpi.comparison.options import CompareOptions
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.fields import kebab
 from aladdin_mpi.options.run import RunOptions, SimulateOptions, TrainOptions
 from aladdin_mpi.options.settings import Setting, Settings, build
+from aladdin_mpi.run.script import script_options
 
 
 def resolved_options(options: CompareOptions, given: Settings) -> RunOptions:
@@ -35,7 +35,7 @@ def resolved_options(options: CompareOptions, given: Settings) -> RunOptions:
     try:
         # Forked, the process has the modules that the script needs.
         with ProcessPoolExecutor(1, get_context("fork"), _drop_output) as pool:
-            resolved = pool.submit(_options_of, *arguments).result()
+            resolved = pool.submit(script_options, *arguments).result()
     except BrokenProcessPool:
         raise UserError(f"{script} ended its process before its DataParallel. {remedy}") from None
     except UserError:
@@ -44,14 +44,6 @@ def resolved_options(options: CompareOptions, given: Settings) -> RunOptions:
         what = f"{type(error).__name__}: {error}"
         raise UserError(f"{script} failed before its DataParallel: {what}. {remedy}") from error
     return _over_mpi(resolved) if is_for_mpi else resolved
-
-
-def _options_of(
-    script: Path, arguments: tuple[str, ...], given: Settings, is_for_mpi: bool
-) -> SimulateOptions:
-    from aladdin_mpi.run.script import script_options  # slow
-
-    return script_options(script, arguments, given, is_for_mpi)
 
 
 def _drop_output() -> None:

@@ -130,20 +130,15 @@ class TrainingArguments(transformers.TrainingArguments):
                 )
         if self.data_seed is None:
             self.data_seed = self.seed  # on all ranks the same, whatever the script draws
-        with self._for_device_of_rank():
-            super().__post_init__()
+        tf32 = self.tf32
+        if self._job.rank < self._job.servers and accelerator.kind() is None:
+            # A server needs no GPU, and accepts the precisions of the workers'.
+            self.use_cpu, self.tf32 = True, None
+        super().__post_init__()
+        self.tf32 = tf32
         self._check_values()
         # The state of the optimizer is in the run's checkpoints.
         self.save_only_model = True
-
-    @contextmanager
-    def _for_device_of_rank(self) -> Iterator[None]:
-        """Let a server, which needs no GPU, accept the precisions of the workers' GPUs."""
-        tf32, is_server = self.tf32, self._job.rank < self._job.servers
-        if is_server and accelerator.kind() is None:
-            self.use_cpu, self.tf32 = True, None
-        yield
-        self.tf32 = tf32
 
     def _check_values(self) -> None:
         for name, (values, remedy) in REFUSED_VALUES.items():

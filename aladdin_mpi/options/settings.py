@@ -1,4 +1,4 @@
-"""What a user has given for the fields of an option model, and errors in it."""
+"""Settings that a user gives for the fields of an option model, and errors in them."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def _shared(
 ) -> str:
     """Return a description of ranks of a group that share a GPU, which NCCL refuses; "" if none.
 
-    Every rank may call its GPU ``cuda:0``, so ``identities`` tell them apart.
+    Every rank may call its GPU ``cuda:0``, so ``identities`` distinguish them.
     """
     mine = [each for each in group if identities[each] == identities[rank]]
     if identities[rank] == "cpu" or len(mine) == 1 or rank != mine[0]:

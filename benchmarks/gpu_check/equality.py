@@ -48,6 +48,8 @@ def train(folder: str, device: str, name: str, options: dict[str, Any]) -> torch
 
 def check_deterministic(folder: str, name: str, options: dict[str, Any]) -> None:
     """Compare one run on the accelerator with the CPU and with its own repetition."""
+    if not is_test_device():
+        torch.backends.cudnn.deterministic = True
     start = parameters(network())
     expected = train(folder, "cpu", name, options)
     result = train(folder, "gpu", name, options)
@@ -88,8 +90,6 @@ def check_accounting(folder: str, name: str, options: dict[str, Any] | None = No
 def main() -> None:
     """Check every algorithm and wire format."""
     folder = sys.argv[1]
-    if not is_test_device():
-        torch.backends.cudnn.deterministic = True
     for name, options in DETERMINISTIC.items():
         check_deterministic(folder, name, options)
     for name in sorted(set(ALGORITHMS) - {each.split()[0] for each in DETERMINISTIC}):

@@ -67,8 +67,6 @@ def check_divided(folder: str, device: str) -> None:
 def main() -> None:
     """Check islands of two."""
     folder = sys.argv[1]
-    if not is_test_device():
-        torch.backends.cudnn.deterministic = True
     check_deterministic(folder, "ar-sgd islands of 2", {"island": 2})
     check_accounting(folder, "aladdin-ahead islands of 2", {"island": 2, "servers": 2})
     if not is_test_device():

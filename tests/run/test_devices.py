@@ -1,4 +1,4 @@
-"""What depends on a rank's device, without a GPU: with torch's device "meta" in its place."""
+"""Behaviour that depends on a rank's device, with torch's device "meta" in place of a GPU."""
 
 from __future__ import annotations
 
