@@ -21,6 +21,9 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
+# Every process would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Targets share one environment and must not install into it at the same time.
 .NOTPARALLEL:
 
@@ -30,7 +33,7 @@ help:
 	@echo 'make train [NP=4] [ARGS="--epochs 5"]   train on this machine (rank 0 is the server)'
 	@echo 'make horovod                                 build Horovod into .venv'
 	@echo 'make test [ARGS="-k packaging"] [JOBS=3]     run linter, type checker and tests'
-	@echo 'make test-long                               run all tests (an hour or more)'
+	@echo 'make test-long                               run all tests (several hours)'
 	@echo 'make bench-quick                             run a reduced pass of every benchmark (10 min)'
 	@echo 'make gpu-check [ARGS="--only memory"]        check the package on a GPU (8 min)'
 	@echo 'make gpu-check-bundle                        files for a GPU check on a bare machine'

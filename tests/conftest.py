@@ -46,10 +46,14 @@ settings.load_profile("any-speed")
 
 SHARED = (
     "tests/comparison/test_compare.py",
+    "tests/comparison/test_compare_scripts.py",
+    "tests/integrations/test_transformers.py",
     "tests/algorithms/test_multistep.py",
     "tests/exactness/test_exactness.py",
     "tests/run/test_resume.py",
     "tests/run/test_suspend.py",
+    "tests/test_distributions.py",
+    "tests/test_structure.py",
     "tests/test_train.py",
 )
 """Files whose tests share slow fixtures, and therefore run in one process."""
@@ -60,6 +64,10 @@ HOSTS = (
     "tests/benchmarks/test_lab.py",
 )
 """Files that build a network of hosts, one at a time."""
+DRAWN = ("seed", "group", "block")
+"""Parameters that number the cases which a test draws."""
+FEW = 4
+"""Drawn cases of each test in ``make test``; the others are ``long``."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -70,7 +78,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip plots, which take longer than small runs; commands in other processes do draw them."""
+    """Skip plots, which take longer than small runs, as warm processes do."""
     monkeypatch.setattr("aladdin_mpi.run.summary.draw_curves", lambda *_: None)
 
 
@@ -80,7 +88,18 @@ def warm_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", warm.python())
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are deselected by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark most drawn cases as long, and put the tests in the order in which they start."""
+    for item in items:
+        values = getattr(getattr(item, "callspec", None), "params", {})
+        numbers = [values[name] for name in DRAWN if isinstance(values.get(name), int)]
+        if any(number >= FEW for number in numbers):
+            item.add_marker(pytest.mark.long)
+    _sort(items)
+
+
+def _sort(items: list[pytest.Item]) -> None:
     """Start long chains first; spread jobs, few of which run at a time, evenly among the tests."""
     chains: list[pytest.Item] = []
     jobs: list[pytest.Item] = []

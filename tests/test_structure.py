@@ -48,7 +48,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     return {figure["name"]: figure for figure in measured}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_structure_sizes_equal_a_count_of_the_files(figures: dict[str, dict[str, Any]]) -> None:
     paths = list(PACKAGE.rglob("*.py"))
     values = {name: figure["value"] for name, figure in figures.items()}
@@ -63,7 +63,7 @@ def test_structure_sizes_equal_a_count_of_the_files(figures: dict[str, dict[str,
     assert set(figures["public methods of Transport"]["names"]) == methods
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_structure_import_figures_are_consistent(figures: dict[str, dict[str, Any]]) -> None:
     values = {name: figure["value"] for name, figure in figures.items()}
     assert 1 < values["imports per module, p90"] < values["imports per module, maximum"]
@@ -75,7 +75,7 @@ def test_structure_import_figures_are_consistent(figures: dict[str, dict[str, An
         assert not figure["names"] or len(figure["names"]) == figure["value"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_structure_traces_visit_files_used_by_a_gradient_and_an_option(
     figures: dict[str, dict[str, Any]],
 ) -> None:

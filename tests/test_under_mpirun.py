@@ -29,7 +29,7 @@ def ignored(names: Iterable[str]) -> list[str]:
             mpi,
             ranks,
             tests,
-            marks=[needs(mpi), *([] if mpi == "openmpi" and ranks < 4 else [pytest.mark.long])],
+            marks=[needs(mpi), *([] if (mpi, ranks) == ("openmpi", 3) else [pytest.mark.long])],
         )
         for mpi, ranks, tests in [
             ("openmpi", 2, ["tests/mpi", *ignored(ONCE)]),

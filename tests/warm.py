@@ -5,7 +5,8 @@ as much again. One server (``warm_server.py``) per test run performs the slow im
 For each program it forks a process, which then runs as ``python ARGS`` would: in ``__main__``,
 with the arguments, environment, folder, cores, network, host name, standard streams and exit
 status of the client (``warm_client.py``, which mpirun starts in place of Python). Neither MPI nor
-a command is imported before the fork, nor anything that reads the environment at import.
+a command is imported before the fork, nor anything that reads the environment at import. Runs draw
+no curves.
 
 Tests must not depend on what such a process shares with its server: the parent process,
 ``/proc/PID/environ``, and settings read at process startup, such as those of the C library and of

@@ -206,10 +206,15 @@ def _walk(model: type[BaseModel], path: FieldPath, prefix: FieldPath) -> Iterato
             yield Leaf((*path, name), info, "--" + "-".join(map(kebab, (*prefix, name))))
 
 
+@cache
+def _current_names(model: type[BaseModel]) -> dict[str, str]:
+    fields = model.model_fields.items()
+    return {former: now for now, info in fields if (former := extra(info).get("formerly"))}
+
+
 def current_name(model: type[BaseModel], name: str) -> str:
     """Return the name of the field of ``model`` that was called ``name`` in a former release."""
-    fields = model.model_fields.items()
-    return next((now for now, info in fields if extra(info).get("formerly") == name), name)
+    return _current_names(model).get(name, name)
 
 
 def with_current_names(model: type[BaseModel], table: dict[str, Any]) -> dict[str, Any]:

@@ -346,7 +346,7 @@ NODES = ["--describe", "2 nodes with 2 workers, 25 Gbit/s, step 0.2 s", "--model
 
 def test_candidates_without_enough_gpu_memory_are_left_out() -> None:
     """40 MB: aladdin-ahead needs 0.21 GB, in an island of two 0.18 GB, ar-sgd 0.14 GB."""
-    words = ["--algorithms", "aladdin-ahead,ar-sgd", "--gpu-memory", "0.19", "--seconds", "120"]
+    words = ["--algorithms", "aladdin-ahead,ar-sgd", "--gpu-memory", "0.19", "--seconds", "30"]
     data = report.as_data(advising.advise(options.read([*NODES, *words, "--quiet"])))
     whys = {str(each["options"]): each.get("not_run") for each in data["candidates"]}
     large = {name for name, why in whys.items() if why == "needs more than --gpu-memory"}

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests import warm
 from tests.commands import simulate, summary
 from tests.launch import ROOT
 from tests.pasted import check, commands_in
@@ -22,8 +23,11 @@ MODEL = ["--model", "size:1", "--batch-size", 8]
 FEW = ["--algorithms", "aladdin", "ar-sgd", "bsp"]
 
 
-def advise(*words: object, timeout: float = 250) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "aladdin_mpi.advise", *map(str, words)]
+def advise(
+    *words: object, timeout: float = 250, is_warm: bool = False
+) -> subprocess.CompletedProcess[str]:
+    python = warm.python() if is_warm else sys.executable
+    command = [python, "-m", "aladdin_mpi.advise", *map(str, words)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
@@ -118,6 +122,6 @@ def test_advise_uses_sample_efficiency_of_pilot(tmp_path: Path) -> None:
     ],
 )
 def test_advise_reports_one_error_for_bad_input(words: list[str], cause: str) -> None:
-    completed = advise(*words)
+    completed = advise(*words, is_warm=True)
     assert completed.returncode == 2 and re.search(cause, completed.stderr), completed.stderr
     assert completed.stderr.count("error:") == 1 and "Traceback" not in completed.stderr

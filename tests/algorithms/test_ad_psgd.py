@@ -175,7 +175,7 @@ def test_ad_psgd_exchange_overlaps_with_computing() -> None:
 
 
 @pytest.mark.parametrize("graph", GRAPHS)
-@pytest.mark.parametrize("n", [2, 5, 8])
+@pytest.mark.parametrize("n", [2, 5, pytest.param(8, marks=pytest.mark.long)])
 def test_ad_psgd_converges(n: int, graph: dict[str, Any]) -> None:
     job = Job(
         "ad-psgd",

@@ -222,7 +222,14 @@ OWN: list[dict[str, Any]] = [
 PI = [{"pi": 3}, {"pi": 2, "weight": 1.0, "lookahead": 1.0, "send": 0.5}]
 
 
-@pytest.mark.parametrize("own", [{}, *OWN, *PI], ids=str)
+@pytest.mark.parametrize(
+    "own",
+    [
+        *({}, *OWN[::3], *PI),
+        *(pytest.param(own, marks=pytest.mark.long) for own in OWN if own not in OWN[::3]),
+    ],
+    ids=str,
+)
 def test_aladdin_ahead_matches_reference_implementation(own: dict[str, Any]) -> None:
     case = job(own=own, samples=400)
     check(case)
@@ -306,7 +313,7 @@ def test_aladdin_ahead_converges_where_aladdin_diverges() -> None:
     case = Job(
         NAME,
         workers=16,
-        bucket=4,
+        bucket=9,
         samples=16 * 4 * 100,
         schedule=lambda samples: 0.3,
         noise=0.0,
@@ -664,7 +671,7 @@ def test_aladdin_ahead_rejects_bf16_wire(tmp_path: Path) -> None:
         timed(tmp_path / "run", "--wire", "bf16")
 
 
-@pytest.mark.parametrize("wire", ["int8", "int4"])
+@pytest.mark.parametrize("wire", [pytest.param("int8", marks=pytest.mark.long), "int4"])
 def test_quantised_aladdin_ahead_converges_to_minimum(wire: str) -> None:
     settings = {"weight_decay": 0.0, "momentum": 0.9, "wire": wire}
     case = Job(

@@ -260,7 +260,7 @@ def test_workers_never_wait_and_links_are_busy() -> None:
         workers=8,
         numel=NUMEL,
         bucket=NUMEL // 8,
-        samples=8 * 100 * 4,
+        samples=8 * 70 * 4,
         settings=PLAIN,
         cluster=SLOW,
         slowdown={0: 10.0},

@@ -527,7 +527,7 @@ def test_async_diloco_resumed_run_is_bit_identical(tmp_path: Path, grace: float)
     check_resumed(tmp_path, "async-diloco", *options, "--async-diloco-spread", 0.5)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2))])
 def test_async_diloco_learns_digits_with_a_slow_worker(tmp_path: Path, seed: int) -> None:
     plan = ["--algorithm", "async-diloco", "--workers", 4, "--epochs", 10, "--seed", seed]
     plan += ["--slowdown", "0=10", "--async-diloco-steps", 10, "--quiet"]

@@ -50,7 +50,9 @@ def moved(job: Job) -> float:
 
 # -- equal to one process -----------------------------------------------------------------
 @pytest.mark.parametrize("exchange", [GRADIENTS, ACTIVATIONS], ids=["gradients", "activations"])
-@pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize(
+    "workers", [1, 2, 3, 8, *(pytest.param(n, marks=pytest.mark.long) for n in (4, 5))]
+)
 def test_multistep_equals_one_process(workers: int, exchange: dict[str, Any]) -> None:
     # The last round is uneven, and with 8 workers there are fewer samples than workers.
     job = Job(workers, 4, workers * 4 * 6 + 7, settings={**MOMENTUM, **TINY, **exchange})
@@ -64,7 +66,9 @@ def test_multistep_equals_one_process(workers: int, exchange: dict[str, Any]) ->
 @pytest.mark.parametrize("exchange", [GRADIENTS, ACTIVATIONS], ids=["gradients", "activations"])
 @pytest.mark.parametrize("buckets", [TINY, WHOLE, {"bucket_mb": 0.003}], ids=["tiny", "one", "few"])
 @pytest.mark.parametrize(
-    "sgd", [PLAIN, MOMENTUM, {**MOMENTUM, "nesterov": True}], ids=["plain", "momentum", "nesterov"]
+    "sgd",
+    [PLAIN, pytest.param(MOMENTUM, marks=pytest.mark.long), {**MOMENTUM, "nesterov": True}],
+    ids=["plain", "momentum", "nesterov"],
 )
 def test_multistep_equals_one_process_for_any_optimizer_and_buckets(
     sgd: dict[str, Any], buckets: dict[str, Any], exchange: dict[str, Any]

@@ -300,7 +300,7 @@ def test_sgp_counters_balance_under_any_conditions(
 
 
 @pytest.mark.parametrize(("algorithm", "settings"), VARIANTS)
-@pytest.mark.parametrize("n", [2, 5, pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.parametrize("n", [5, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 8))])
 def test_sgp_converges(algorithm: str, settings: dict[str, Any], n: int) -> None:
     job = Job(
         algorithm,

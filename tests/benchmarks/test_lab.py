@@ -240,7 +240,11 @@ def start_owner() -> tuple[subprocess.Popen[str], str]:
 
 @pytest.mark.parametrize(
     ("signum", "status"),
-    [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+    [
+        pytest.param(signal.SIGINT, -signal.SIGINT, marks=pytest.mark.long),
+        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.long),
+    ],
 )
 def test_lab_removes_all_resources_after_signal(signum: int, status: int) -> None:
     owner, name = start_owner()
@@ -251,7 +255,7 @@ def test_lab_removes_all_resources_after_signal(signum: int, status: int) -> Non
     assert remains(name) == []
 
 
-@pytest.mark.parametrize("remedy", ["clean", "next lab"])
+@pytest.mark.parametrize("remedy", ["clean", pytest.param("next lab", marks=pytest.mark.long)])
 def test_lab_of_killed_owner_is_removed_later(lab: Lab, remedy: str) -> None:
     owner, name = start_owner()
     ranks = [line for line in remains(name) if line.startswith("process")]

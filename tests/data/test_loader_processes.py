@@ -25,7 +25,7 @@ def run(tmp_path: Path, program: Path, method: str, collate: str, **how: Any) ->
     [
         ("auto", "ForkServerProcess"),
         pytest.param("spawn", "SpawnProcess", marks=pytest.mark.long),
-        ("fork", "ForkProcess"),
+        pytest.param("fork", "ForkProcess", marks=pytest.mark.long),
     ],
 )
 def test_loader_processes_start_with_requested_method(

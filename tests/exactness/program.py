@@ -26,7 +26,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from aladdin_mpi import DataParallel, island_mesh
-from aladdin_mpi.run import summary
 from tests.exactness.row import COLUMNS, Batch, Column, Row
 from tests.exactness.table import TABLE
 
@@ -129,8 +128,6 @@ def result(row: Row, column: Column, folder: Path) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    # Plotting curves takes longer than such a run.
-    vars(summary)["draw_curves"] = lambda *_: None
     job = json.loads((folder / "job.json").read_text())
     column = COLUMNS[job["column"]]
     report = None

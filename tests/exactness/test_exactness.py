@@ -39,24 +39,26 @@ from tests.test_documents import anchors
 
 MOVED = 1e-3
 """Minimum change by training, relative to the largest parameter: else nothing is tested."""
+LONG = ("ar-sgd, islands",)
+"""Columns in ``make test-long`` only; "ar-sgd, sharded" has islands too."""
 APART = 10
 """Multiple of the tolerance by which a documented difference has to exceed rounding."""
 
 
 def _cases() -> list[object]:
     return [
-        pytest.param(
-            row,
-            column,
-            id=f"{column}: {row.name}",
-            marks=[pytest.mark.xfail(reason=row.faults[column], strict=True)]
-            if column in row.faults
-            else [],
-        )
+        pytest.param(row, column, id=f"{column}: {row.name}", marks=_marks(row, column))
         for column in COLUMNS
         for row in ROWS
         if column in row.columns
     ]
+
+
+def _marks(row: Row, column: str) -> list[pytest.MarkDecorator]:
+    marks = [pytest.mark.long] if column in LONG else []
+    if column in row.faults:
+        marks.append(pytest.mark.xfail(reason=row.faults[column], strict=True))
+    return marks
 
 
 @pytest.fixture(scope="session")

@@ -46,7 +46,7 @@ def test_delayed_copy_device_reveals_mistakes() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "ranks", "killed", "options"),
     [
-        pytest.param("asp", 4, 0, [], id="a worker becomes the server"),
+        pytest.param("asp", 4, 0, [], id="a worker becomes the server", marks=pytest.mark.long),
         pytest.param("ar-sgd", 3, 0, [], id="rank 0 is replaced", marks=pytest.mark.long),
         pytest.param(
             "aladdin-ahead", 5, 2, ["--spares", "1"], id="a spare worker", marks=pytest.mark.long
@@ -98,7 +98,12 @@ def test_training_on_delayed_copy_device_over_mpi(tmp_path: Path, check: str) ->
 
 @needs("openmpi")
 @pytest.mark.parametrize(
-    ("algorithm", "ranks"), [("aladdin-ahead", 3), ("bsp", 3), ("aladdin-ahead", 4)]
+    ("algorithm", "ranks"),
+    [
+        ("aladdin-ahead", 3),
+        pytest.param("bsp", 3, marks=pytest.mark.long),
+        pytest.param("aladdin-ahead", 4, marks=pytest.mark.long),
+    ],
 )
 def test_worker_needs_device_memory_of_the_guide(
     tmp_path: Path, algorithm: str, ranks: int

@@ -74,6 +74,7 @@ def test_exception_on_one_rank_ends_the_job(
     assert seconds < SOON
 
 
+@pytest.mark.long
 @needs("mpich")
 def test_exception_on_one_rank_ends_the_job_under_mpich(
     tmp_path: Path, mark: dict[str, str]

@@ -54,8 +54,8 @@ def run(folder: Path, *options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("algorithm", "servers"),
     [
-        *(often(name, 1, usual=name in OFTEN or name not in SERVED) for name in ABLE),
-        *((name, 2) for name in SERVED),
+        *(often(name, 1, usual=name in OFTEN) for name in ABLE),
+        *(often(name, 2, usual=name == "aladdin-ahead") for name in SERVED),
     ],
 )
 def test_island_is_one_worker(tmp_path: Path, algorithm: str, servers: int) -> None:
@@ -206,7 +206,7 @@ def test_resumed_run_with_islands_equals_the_uninterrupted_one(
     assert summary(tmp_path / "whole") == summary(tmp_path / "half")
 
 
-USUAL = {("ar-sgd", 2), ("sgp", 2), *((name, 4) for name in OFTEN), ("aladdin-ahead", 8)}
+USUAL = {("sgp", 2), ("ar-sgd", 4), ("aladdin-ahead", 4), ("aladdin-ahead", 8)}
 CHANGES = [
     often(name, workers, usual=(name, workers) in USUAL) for name in ABLE for workers in (2, 4, 8)
 ]
@@ -252,10 +252,14 @@ SIZES = {
     "members without a lane": (of_size(4, 8, 1), of_size(4, 12, 1)),
     "other servers": (of_size(4, 8, 1), of_size(4, 8, 4)),
 }
+USUAL_SIZES = {
+    ("aladdin-ahead", "to single"),
+    ("aladdin-ahead", "members without a lane"),
+    ("ar-sgd", "larger"),
+    ("sgp", "smaller"),
+}
 SIZE_CHANGES = [
-    often(name, size, usual=name == "aladdin-ahead" or (name in OFTEN and size == "to single"))
-    for name in ABLE
-    for size in SIZES
+    often(name, size, usual=(name, size) in USUAL_SIZES) for name in ABLE for size in SIZES
 ]
 
 
@@ -280,8 +284,14 @@ def test_size_of_islands_changes(tmp_path: Path, algorithm: str, change: str) ->
     assert after["test_loss"] < 2.3  # chance
 
 
-@pytest.mark.parametrize("algorithm", ["ar-sgd", "bsp"])
-@pytest.mark.parametrize("change", ["to single", "larger", "smaller"])
+@pytest.mark.parametrize(
+    ("algorithm", "change"),
+    [
+        often(name, change, usual=(name, change) in {("ar-sgd", "smaller"), ("bsp", "to single")})
+        for name in ("ar-sgd", "bsp")
+        for change in ("to single", "larger", "smaller")
+    ],
+)
 def test_other_islands_continue_with_the_momentum(
     tmp_path: Path, algorithm: str, change: str
 ) -> None:
@@ -538,7 +548,7 @@ def test_run_ends_with_the_islands_of_the_coordinator_and_its_standby(tmp_path: 
 @pytest.mark.parametrize(
     ("algorithm", "ranks", "options", "killed", "mate"),
     [
-        ("aladdin-ahead", 6, ["--servers", 2], 5, 4),
+        pytest.param("aladdin-ahead", 6, ["--servers", 2], 5, 4, marks=pytest.mark.long),
         pytest.param("aladdin", 5, [], 4, 3, marks=pytest.mark.long),
         ("ar-sgd", 4, [], 0, 1),
         pytest.param("ar-sgd", 4, [], 1, 0, marks=pytest.mark.long),
@@ -564,9 +574,10 @@ def test_failed_rank_ends_its_island_only_over_mpi(
     assert figures["test_accuracy"] > 0.85
 
 
+@pytest.mark.long
 @needs("openmpi")
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("killed", [0, 1])
 def test_islands_continue_without_a_server_over_mpi(tmp_path: Path, killed: int) -> None:
     folder = tmp_path / "run"
     plan = ["--algorithm", "aladdin-ahead", "--servers", 2, *ISLANDS, "--epochs", 12]

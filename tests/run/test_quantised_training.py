@@ -76,7 +76,7 @@ def test_quantised_wires_are_offered_by_all_algorithms_with_servers() -> None:
 @pytest.mark.parametrize(
     "algorithm",
     [
-        pytest.param(name, marks=[] if name in ("asp", "aladdin-ahead") else pytest.mark.long)
+        pytest.param(name, marks=[] if name == "aladdin-ahead" else pytest.mark.long)
         for name in QUANTISING
     ],
 )

@@ -61,7 +61,7 @@ def model_of(folder: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-USUAL = ("aladdin-ahead", "ar-sgd", "async-diloco", "bsp", "diloco", "sgp")
+USUAL = ("aladdin-ahead", "ar-sgd")
 OF_EACH = [pytest.param(name, marks=() if name in USUAL else pytest.mark.long) for name in ABLE]
 
 
@@ -90,8 +90,8 @@ def test_sharded_model_learns(tmp_path: Path, algorithm: str) -> None:
     "how",
     [
         ["bfloat16", "recomputed", "clipped"],
-        ["frozen", "only the root"],
         ["batch norm"],
+        pytest.param(["frozen", "only the root"], marks=pytest.mark.long),
         pytest.param(["epochs", "clipped"], marks=pytest.mark.long),
     ],
     ids=" and ".join,
@@ -145,7 +145,7 @@ def test_ranks_write_their_parts_of_the_model(tmp_path: Path, algorithm: str) ->
     assert apart == 0 if algorithm == "ar-sgd" else apart < 0.2
 
 
-@pytest.mark.parametrize("samples", [93, 95])
+@pytest.mark.parametrize("samples", [93, pytest.param(95, marks=pytest.mark.long)])
 def test_samples_that_an_island_cannot_divide_are_passed_over(tmp_path: Path, samples: int) -> None:
     """FSDP adds gradients of equal parts of an island's samples."""
     figures = check(train(tmp_path, "ar-sgd", epochs=None, samples=samples), samples - 1)
@@ -159,7 +159,7 @@ def test_members_leave_the_loop_together(tmp_path: Path, algorithm: str) -> None
     assert 48 <= figures["samples"] < 768
 
 
-@pytest.mark.parametrize("algorithm", ["ar-sgd", "aladdin"])
+@pytest.mark.parametrize("algorithm", ["ar-sgd", pytest.param("aladdin", marks=pytest.mark.long)])
 def test_sharded_run_is_resumed(tmp_path: Path, algorithm: str) -> None:
     """Its checkpoint has a part for each rank; the resumed run equals an uninterrupted one."""
     folders = [tmp_path / "whole", tmp_path / "halves"]
@@ -207,9 +207,8 @@ def test_number_of_islands_changes(tmp_path: Path, algorithm: str, ranks: int) -
     assert figures["test_loss"] < 0.6 * before["test_loss"]
 
 
-@pytest.mark.parametrize(
-    "algorithm", [pytest.param("ar-sgd", marks=pytest.mark.long), "aladdin-ahead"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("algorithm", ["ar-sgd", "aladdin-ahead"])
 def test_size_of_islands_changes(tmp_path: Path, algorithm: str) -> None:
     """The parts of parameters and of AdamW's moments are divided among more ranks."""
     before = check(train(tmp_path, algorithm, epochs=2), 192)
@@ -225,6 +224,7 @@ def test_size_of_islands_changes(tmp_path: Path, algorithm: str) -> None:
     assert figures["test_loss"] < 0.6 * before["test_loss"]
 
 
+@pytest.mark.long
 def test_smaller_islands_continue_as_single_workers_do(tmp_path: Path) -> None:
     """So they have AdamW's moments, wherever they were."""
     models = []

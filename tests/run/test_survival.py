@@ -92,7 +92,9 @@ def test_surviving_ranks_continue_training(
 @pytest.mark.parametrize(
     ("algorithm", "ranks", "killed", "options", "group"),
     [
-        ("aladdin", 5, [0], ["--servers", 2], "3 workers and 1 server"),
+        pytest.param(
+            "aladdin", 5, [0], ["--servers", 2], "3 workers and 1 server", marks=pytest.mark.long
+        ),
         pytest.param("ar-sgd", 3, [0], [], "2 workers", marks=pytest.mark.long),
         ("aladdin-ahead", 5, [2], ["--spares", 1], "3 workers and 1 server"),
         pytest.param("asp", 4, [0], [], "2 workers and 1 server", marks=pytest.mark.long),

@@ -58,6 +58,7 @@ def test_openmpi_sends_long_tcp_messages_in_pieces() -> None:
     assert "put" not in flags(done.stdout + done.stderr)
 
 
+@pytest.mark.long
 @needs("openmpi")
 def test_openmpi_keeps_user_setting_of_environment() -> None:
     done = run_ranks(1, START, env={**SHOW, TCP_FLAGS: "send,put"})
@@ -113,6 +114,7 @@ def test_openmpi_ranks_on_one_host_open_no_listening_socket(
     assert done.stdout.count("listening: []") == 2, done
 
 
+@pytest.mark.long
 @needs("openmpi")
 def test_openmpi_keeps_transports_chosen_by_user() -> None:
     done = run_ranks(2, ["-c", LISTENING], env={library.TRANSPORTS: "^ofi"})
