@@ -133,6 +133,12 @@ def _compression_conflicts(algorithm: Algorithm, options: GeneralOptions) -> Ite
 def _wire_conflicts(algorithm: Algorithm, options: GeneralOptions) -> Iterator[str]:
     """Why the algorithm does not suit ``--wire``, with the remedy."""
     name, wire = algorithm.name, options.wire
+    if wire != "auto" and wire != "fp32" and not (algorithm.whole_models or algorithm.quantises):
+        yield (
+            f"--wire {wire} cannot be combined with {name}, which has a message format of its own. "
+            "Leave the option out."
+        )
+        return
     if wire == "bf16" and not algorithm.whole_models:
         yield (
             f"--wire bf16 cannot be combined with {name}, which needs small differences between "

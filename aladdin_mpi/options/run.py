@@ -354,6 +354,9 @@ GROUPS = {name for name, info in RunOptions.model_fields.items() if submodel(inf
 """Fields of RunOptions that contain the options of an algorithm or of a compression."""
 
 
+BETWEEN_HOSTS = [("cluster", name) for name in ("bandwidth_gbit", "latency_us", "links")]
+
+
 def unused(options: RunOptions, given: Settings) -> dict[str, str]:
     """Return the options on the command line that have no effect, with a remedy for each.
 
@@ -372,11 +375,16 @@ def unused(options: RunOptions, given: Settings) -> dict[str, str]:
         for name in COMPRESSIONS
     }
     remedy = f"with --algorithm {options.algorithm}. Leave it out."
-    return {
-        setting.origin: remedies.get(path[0], remedy)
-        for path, setting in given.items()
-        if path[0] in GROUPS - used and setting.origin.startswith("--")
-    }
+    is_one_host = isinstance(options, SimulateOptions) and options.cluster.hosts == 1
+    result = {}
+    for path, setting in given.items():
+        if not setting.origin.startswith("--"):
+            continue
+        if path[0] in GROUPS - used:
+            result[setting.origin] = remedies.get(path[0], remedy)
+        elif path in BETWEEN_HOSTS and is_one_host:
+            result[setting.origin] = "with one host. Add --hosts N, or leave it out."
+    return result
 
 
 def warnings(options: RunOptions, given: Settings) -> list[str]:

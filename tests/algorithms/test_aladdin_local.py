@@ -364,8 +364,8 @@ def test_steps_of_a_former_group_are_sent_by_a_worker_without_samples(
     torch.testing.assert_close(outcome.model, flat_start(job.numel) + 1.0)
 
 
-@pytest.mark.parametrize("wire", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("wire", ["bf16", "int8", "int4", "int2"])
 def test_other_wires_are_rejected(wire: str) -> None:
-    with pytest.raises(UserError, match=f"--wire {wire}"):
+    with pytest.raises(UserError, match=f"--wire {wire} .*Leave the option out"):
         words = ["--algorithm", "aladdin-local", "--wire", wire]
         checked_algorithm(parse(RunOptions, words, "", ""), 3)

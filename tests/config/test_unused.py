@@ -12,7 +12,13 @@ import pytest
 
 from aladdin_mpi.algorithms.registry import implementation
 from aladdin_mpi.options.algorithms import ALGORITHMS, Algorithm
-from aladdin_mpi.options.run import TrainOptions, read_request, unused, warnings
+from aladdin_mpi.options.run import (
+    SimulateOptions,
+    TrainOptions,
+    read_request,
+    unused,
+    warnings,
+)
 from tests.commands import simulate, train
 
 OWN = [each.options for each in ALGORITHMS.values() if each.options]
@@ -54,6 +60,17 @@ def test_unused_options_of_other_algorithms_are_named_with_remedy() -> None:
     assert all("--algorithm bsp" in reason for reason in ignored.values())
     ((option, reason),) = unused_options("--dgc-ratio 0.1").items()
     assert option == "--dgc-ratio" and "--compression dgc" in reason
+
+
+def test_links_between_hosts_are_unused_on_one_host() -> None:
+    words = "--workers 8 --bandwidth-gbit 1 --latency-us 90"
+    options = [
+        unused(request.options, request.given)
+        for hosts in ("", " --hosts 2")
+        for request in [read_request(SimulateOptions, (words + hosts).split(), "", "")]
+    ]
+    assert set(options[0]) == {"--bandwidth-gbit", "--latency-us"} and options[1] == {}
+    assert all("--hosts" in remedy for remedy in options[0].values())
 
 
 def test_unused_options_in_config_file_cause_no_warning(tmp_path: Path) -> None:
