@@ -344,28 +344,31 @@ class _Batches:
 def _every(batches: Iterable[Any], first: int, step: int, seed: int | None = None) -> Iterator[Any]:
     """Yield each ``step``-th batch from number ``first`` on, epoch after epoch.
 
+    Numbers continue in the next epoch, so that all batches are used equally often if ``step`` does
+    not divide them.
+
     With ``seed``, an order that is drawn from the global generators at the start of an epoch is
     the same for all workers.
     """
-    epoch, takers = 0, takers_of_epoch(*_shapers(batches))
+    epoch, number, takers = 0, 0, takers_of_epoch(*_shapers(batches))
     while True:
         for each in takers:
             each.set_epoch(epoch)
-        number = -1
-        for number, batch in enumerate(_epoch_of(batches, epoch, seed)):
+        before = number
+        for batch in _epoch_of(batches, epoch, seed):
             if number % step == first:
                 yield batch
+            number += 1
         if isinstance(batches, Iterator):
             raise UserError(
-                f"batches(): {type(batches).__name__} ended after {number + 1} batches, before "
+                f"batches(): {type(batches).__name__} ended after {number} batches, before "
                 "the run did, and an iterator cannot be restarted. Pass an endless one, a "
                 "shorter run, or an iterable that can be iterated again."
             )
-        if number < first:
+        if number == before:
             raise UserError(
-                f"batches(): expected at least {step} batches in an epoch, one for each worker, "
-                f"got {number + 1}; pass more data, smaller batches or fewer workers, or "
-                "sharded=True for data that differ between workers"
+                "batches(): expected at least one batch in an epoch, got none; pass data that "
+                "can be iterated again"
             )
         epoch += 1
 

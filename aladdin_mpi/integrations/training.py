@@ -104,19 +104,21 @@ class Training:
             )
         scheduler = self.schedulers[0] if self.schedulers else None
         settings = {**self.settings, **self._scheduled_length(scheduler)}
-        model = self._trained_model()
+        models = self._trained_models()
+        model = models[0] if len(models) == 1 else nn.ModuleList(models)
         run = DataParallel(model, optimizer=self.optimizers[0], scheduler=scheduler, **settings)
-        # Afterwards the model is the trained one of all workers, which a script may save.
-        self._hooks.add(
-            model,
-            model.register_state_dict_pre_hook,
-            lambda *_: self.complete(),
-            before_copy=self.complete,
-        )
+        # Afterwards a model is the trained one of all workers, which a script may save.
+        for each in models:
+            self._hooks.add(
+                each,
+                each.register_state_dict_pre_hook,
+                lambda *_: self.complete(),
+                before_copy=self.complete,
+            )
         return run
 
-    def _trained_model(self) -> nn.Module:
-        """Return the prepared model, or models, whose parameters the optimizer has."""
+    def _trained_models(self) -> list[nn.Module]:
+        """Return the prepared models whose parameters the optimizer has."""
         trained = {p for group in self.optimizers[0].param_groups for p in group["params"]}
         models = [each for each in self.models if not trained.isdisjoint(each.parameters())]
         if not models:
@@ -124,7 +126,7 @@ class Training:
                 "accelerator.prepare: the optimizer has no parameter of a prepared model. Pass "
                 "the model that it trains to prepare() too."
             )
-        return models[0] if len(models) == 1 else nn.ModuleList(models)
+        return models
 
     def _scheduled_length(self, scheduler: LRScheduler | None) -> dict[str, Any]:
         """Return the length with which the run advances the scheduler as accelerate does.
@@ -142,7 +144,9 @@ class Training:
             )
         assert self.loader is not None
         default = RunOptions.model_fields["batch_size"].default
-        batch = self.loader.loader.batch_size or self.settings.get("batch_size", default)
+        loader = self.loader.loader
+        batch = loader.batch_size or self.settings.get("batch_size")
+        batch = batch or getattr(loader.batch_sampler, "batch_size", None) or default
         samples = self.settings["steps"] * self._accumulate * batch * self.job.workers
         return {"steps": None, "samples": samples}
 

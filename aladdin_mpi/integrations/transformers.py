@@ -256,6 +256,18 @@ class TrainingLength:
         return math.ceil(self.epochs) if step >= self.steps else step * self.step // self.epoch
 
 
+def _check_epochs(loader: DataLoader[Any], args: TrainingArguments) -> None:
+    """Refuse events at the ends of epochs if these are unknown."""
+    if _has_length(loader):
+        return
+    for name in ("eval_strategy", "save_strategy", "logging_strategy"):
+        if getattr(args, name) == "epoch":
+            raise UserError(
+                f"Trainer: {name}='epoch' requires training data with a length. Use 'steps', or "
+                "give the data set a __len__()."
+            )
+
+
 def _has_length(data: Any) -> bool:
     try:
         return len(data) > 0
@@ -385,6 +397,7 @@ class Trainer(transformers.Trainer):
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         loader = _by_steps(self.get_train_dataloader(), self.args.gradient_accumulation_steps)
+        _check_epochs(loader, self.args)
         self._length = length = TrainingLength.of(loader, self.args)
         self._ignored_keys = ignore_keys_for_eval
         run = self._start(loader)

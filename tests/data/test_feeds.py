@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -156,11 +157,26 @@ def test_epoch_of_sharded_batches_is_one_pass_of_every_worker() -> None:
     assert feed_of(Windows(), False, BATCH).length(BATCH, WORKERS) == 5 * BATCH
 
 
-def test_feed_rejects_iterable_with_fewer_batches_than_workers() -> None:
-    feed = feed_of(DataLoader(Stream(), batch_size=20), False, 20)
-    assert taken(feed, 1, 1) == [[20, 21, 22]]
-    with pytest.raises(UserError, match=r"batches\(\).*\b3\b.*\b2\b"):
-        taken(feed, 2, 1)
+@pytest.mark.parametrize("count", [2, 5])
+def test_batches_of_an_iterable_are_used_equally_often(count: int) -> None:
+    """Also if the workers do not divide them, or are more."""
+
+    class Batches:
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return iter(torch.arange(count).reshape(-1, 1))
+
+    feed = feed_of(Batches(), False, 1)
+    used = Counter(flat([flat(taken(feed, worker, 2 * count)) for worker in range(WORKERS)]))
+    assert used == dict.fromkeys(range(count), 2 * WORKERS)
+
+
+def test_feed_rejects_iterable_without_batches() -> None:
+    class Empty(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(())
+
+    with pytest.raises(UserError, match=r"batches\(\).*at least one batch"):
+        taken(feed_of(DataLoader(Empty(), batch_size=20), False, 20), 2, 1)
 
 
 def test_feed_length_is_none_for_unsized_data() -> None:

@@ -22,7 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR, StepLR
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from aladdin_mpi import Accelerator
 from aladdin_mpi.errors import SUSPENDED_STATUS, ClosedError, UserError
@@ -217,6 +217,41 @@ def apart(accelerator: Any) -> torch.Tensor:
     for _ in range(EPOCHS):
         loop(accelerator, model, optimizer, loader)
     return torch.cat([each.reshape(-1) for each in model.state_dict().values()])
+
+
+def saved_apart(accelerator: Any) -> torch.Tensor:
+    """Return the weights in the state dicts of two prepared models after the last step."""
+    first, second = nn.Linear(6, 8), nn.Linear(8, 3)
+    both = nn.Sequential(first, nn.Tanh(), second)
+    optimizer = torch.optim.SGD(both.parameters(), lr=0.1)
+    loader: Any = DataLoader(DATA, 4)
+    first, second, optimizer, loader = accelerator.prepare(first, second, optimizer, loader)
+    for _ in range(EPOCHS):
+        loop(accelerator, both, optimizer, loader)
+    states = [accelerator.unwrap_model(each).state_dict() for each in (first, second)]
+    return torch.cat([value.clone().reshape(-1) for state in states for value in state.values()])
+
+
+def test_state_dict_of_each_prepared_model_completes_the_run(tmp_path: Path) -> None:
+    saved = simulated(tmp_path, "asp", 4, saved_apart)
+    assert all(torch.equal(each, saved[0]) for each in saved)
+
+
+def test_batch_sampler_determines_the_length_in_samples(tmp_path: Path) -> None:
+    def script(accelerator: Any) -> None:
+        model, optimizer, _ = parts()
+        batches = BatchSampler(RandomSampler(DATA), 8, drop_last=True)
+        loader = DataLoader(DATA, batch_sampler=batches)
+        scheduler = decreasing(optimizer, SAMPLES // 8)
+        _, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        for inputs, labels in loader:
+            accelerator.backward(functional.cross_entropy(model(inputs), labels))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+    simulated(tmp_path, "ar-sgd", 1, script, steps=SAMPLES // 8)
+    assert summary(tmp_path / "ar-sgd")["samples"] == SAMPLES
 
 
 def endless(accelerator: Any) -> torch.Tensor | None:

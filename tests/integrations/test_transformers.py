@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
@@ -13,9 +13,15 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.integrations.transformers import REFUSED, REFUSED_VALUES, TrainingArguments
+from aladdin_mpi.integrations.transformers import (
+    REFUSED,
+    REFUSED_VALUES,
+    Trainer,
+    TrainingArguments,
+)
 from tests.commands import metrics, summary
 from tests.launch import needs
 from tests.run_program import run_program
@@ -182,6 +188,17 @@ def test_invalid_arguments_name_the_remedy(settings: dict[str, Any], names: list
     with pytest.raises(UserError) as error:
         arguments(**settings)
     assert all(name in str(error.value) for name in names), error.value
+
+
+def test_epochs_of_data_without_a_length_are_refused() -> None:
+    class Stream(IterableDataset[dict[str, Tensor]]):
+        def __iter__(self) -> Iterator[dict[str, Tensor]]:
+            yield {"input": torch.zeros(2)}
+
+    settings = arguments(save_strategy="epoch", max_steps=3)
+    trainer = Trainer(torch.nn.Linear(2, 1), settings, train_dataset=Stream())
+    with pytest.raises(UserError, match=r"save_strategy='epoch' .*Use 'steps'"):
+        trainer.train()
 
 
 def test_arguments_can_be_parsed_from_a_command_line() -> None:

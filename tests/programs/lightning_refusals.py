@@ -5,12 +5,13 @@ The last one trains in one process, with ``pytorch_lightning``.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytorch_lightning
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, Timer
 from torch import optim
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.integrations.lightning import AladdinStrategy
@@ -40,6 +41,16 @@ class Schedule(Net):
         optimizer = optim.SGD(self.parameters(), lr=0.1)
         scheduler = optim.lr_scheduler.StepLR(optimizer, 1)
         return [optimizer], [{"scheduler": scheduler, **self.config}]
+
+
+class Partial(Net):
+    def configure_optimizers(self) -> Any:
+        return optim.SGD(self.layers[0].parameters(), lr=0.1)
+
+
+class Unsized(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(DATA)
 
 
 class Closure(Net):
@@ -74,6 +85,9 @@ def main() -> None:
         "closure": refusal(Closure()),
         "interval": refusal(val_check_interval=0.5),
         "endless": refusal(max_epochs=-1),
+        "partial": refusal(Partial(), gradient_clip_val=1.0),
+        "unsized": refusal(data=Unsized(), max_steps=5),
+        "schedule": refusal(data=Unsized(), max_epochs=None, max_steps=5),
         "devices": refusal(devices=2),
         "batchnorm": refusal(sync_batchnorm=True),
         "reload": refusal(reload_dataloaders_every_n_epochs=1),

@@ -74,6 +74,17 @@ def changes_gradients(trainer: Any) -> bool:
     )
 
 
+def _has_all_parameters(module: Any, strategy: Any) -> bool:
+    """Return whether each trainable parameter is in an optimizer."""
+    optimized = {
+        id(p)
+        for each in strategy.optimizers
+        for group in each.param_groups
+        for p in group["params"]
+    }
+    return all(id(p) in optimized for p in module.parameters() if p.requires_grad)
+
+
 def _unsupported(trainer: Any, strategy: Any) -> list[tuple[bool, str]]:
     """Return for each unsupported feature whether it is used, and the message."""
     module, precision = trainer.lightning_module, trainer.precision_plugin
@@ -100,6 +111,11 @@ def _unsupported(trainer: Any, strategy: Any) -> list[tuple[bool, str]]:
             and trainer.gradient_clip_val is not None,
             "Trainer(gradient_clip_algorithm='value') is not supported. Clip by the norm, which "
             "is the default.",
+        ),
+        (
+            bool(trainer.gradient_clip_val) and not _has_all_parameters(module, strategy),
+            "Trainer(gradient_clip_val=...) requires an optimizer of all trainable parameters, "
+            "because the run clips the gradient of all. Set requires_grad=False for the others.",
         ),
         (
             getattr(precision, "scaler", None) is not None,

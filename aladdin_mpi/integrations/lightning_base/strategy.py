@@ -185,10 +185,15 @@ class RunStrategy(Base):
             return len(loader)
         except (TypeError, NotImplementedError):
             trainer = self._trainer
-            if trainer.max_steps < 0:
+            if trainer.max_steps < 0 or trainer.max_epochs >= 0:
                 raise UserError(
                     "AladdinStrategy: the training loader has no length. Set "
-                    "Trainer(max_steps=...)."
+                    "Trainer(max_steps=...) without max_epochs."
+                ) from None
+            if any(config.interval == "epoch" for config in self.lr_scheduler_configs):
+                raise UserError(
+                    "AladdinStrategy: a scheduler with interval='epoch' requires a training "
+                    "loader with a length. Use interval='step'."
                 ) from None
             return int(trainer.max_steps * trainer.accumulate_grad_batches * self.world_size)
 
@@ -283,6 +288,7 @@ class RunStrategy(Base):
         """Yield the batches of Lightning's next epoch."""
         trainer, run = self._trainer, self.run
         if self._is_running and self._has_begun:
+            self._epochs.leave()  # if on_train_batch_start() has ended Lightning's epoch
             self._has_agreed = self._agrees_to_stop(False)
             if self._has_agreed:
                 trainer.should_stop = True
@@ -404,7 +410,10 @@ class RunStrategy(Base):
         if not self.exchanges:
             return tensor
         operation = "mean" if reduce_op is None else str(reduce_op).rpartition(".")[2].lower()
-        purpose = f"self.log({group!r}, ...)" if isinstance(group, str) else "strategy.reduce()"
+        purpose = "strategy.reduce()"
+        if isinstance(group, str):  # by _log(): each worker's sum is over all samples
+            purpose = f"self.log({group!r}, ...)"
+            operation = operation.replace("sum", "mean")
         return self._exchange.reduce(purpose, torch.as_tensor(tensor), operation)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -460,11 +469,12 @@ def _log(
     """Log a figure by the module's class; in validation, combine it over the workers."""
     owner = strategy()
     logged: Any = module()
-    if owner is None or not owner.validates or not how.get("sync_dist", True):
+    if owner is None or not owner.validates or how.get("rank_zero_only"):
         type(logged).log(logged, name, value, *arguments, **how)
         return
     # The group reaches reduce(), which compares the figures of the workers by it.
-    how = {"sync_dist": True, "sync_dist_group": name, **how}
+    # log_dict() passes the defaults of both.
+    how |= {"sync_dist": True, "sync_dist_group": how.get("sync_dist_group") or name}
     owner.is_distributed = owner.world_size > 1
     try:
         type(logged).log(logged, name, value, *arguments, **how)
