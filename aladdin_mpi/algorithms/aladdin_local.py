@@ -50,6 +50,11 @@ from aladdin_mpi.options.algorithms import ALADDIN_LOCAL, AladdinLocalOptions, o
 from aladdin_mpi.worker.role import TrainingWorker
 from aladdin_mpi.worker.worker import Worker
 
+RATES = 20
+"""Steps whose largest learning rate bounds that of the global model's movement from below ..."""
+LEAST_RATE = 1 / 3
+"""... to this share of it."""
+
 
 class LocalInbox(ModelInbox):
     """Inbox that replaces own steps by the global model's as soon as that includes them."""
@@ -76,6 +81,8 @@ class LocalInbox(ModelInbox):
         """Number of gradients in the newest model of each bucket."""
         self._kept: list[tuple[float, list[Tensor]]] = [(0.0, []) for _ in buckets]
         """Share, and the messages of which it stays in the worker's model."""
+        self.rates: list[float] = []
+        """Learning rates of the worker's last :data:`RATES` steps."""
         self.is_ending = False
 
     def open(self) -> None:
@@ -83,6 +90,14 @@ class LocalInbox(ModelInbox):
         super().open()
         self._kept = [(0.0, []) for _ in self._kept]
         self.is_ending = False
+
+    def note_rate(self) -> None:
+        """Note the learning rate of a step."""
+        self.rates = [*self.rates[1 - RATES :], self._rate]
+
+    @property
+    def _rate(self) -> float:
+        return self._worker.lr * self._optimizer.rate
 
     def note(self, model: Model) -> None:
         """Count what the model includes; with simulated computation nothing else follows."""
@@ -135,15 +150,21 @@ class LocalInbox(ModelInbox):
 
     def _mix_in(self, model: Model, x: Tensor, values: Tensor, rounds: float) -> None:
         """Move the optimizer's first moment towards that of the global model's movement."""
+        if not self._rate:
+            return
         movement = torch.zeros_like(x)
         self._codec.add(model.bucket, values, movement, 1 / rounds)
-        self._optimizer.mix(model.bucket.part, movement, x, self._worker.lr, self._mix)
+        # The steps in the movement are older: divided by a rate that has fallen to almost 0, as at
+        # the end of a schedule, they would be a far too large moment.
+        rate = max(self._rate, LEAST_RATE * max(self.rates, default=0.0))
+        lr = self._worker.lr * rate / self._rate
+        self._optimizer.mix(model.bucket.part, movement, x, lr, self._mix)
 
 
 class LocalWorker(TrainingWorker):
     """Step, send what the link carries, and never wait."""
 
-    SAVED = TrainingWorker.SAVED | saved("link", "steps", count="inbox.count")
+    SAVED = TrainingWorker.SAVED | saved("link", "steps", count="inbox.count", rates="inbox.rates")
 
     def __init__(
         self,
@@ -190,6 +211,7 @@ class LocalWorker(TrainingWorker):
         add(self.x, direction, alpha=rate)
         self.steps.add(direction, alpha=rate)
         self.steps.steps += 1
+        self.inbox.note_rate()
 
     def _send(self) -> None:
         now = self.transport.now()

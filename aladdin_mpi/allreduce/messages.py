@@ -15,6 +15,7 @@ from aladdin_mpi.allreduce.base import AllReduce, Buffers, PendingSum
 from aladdin_mpi.allreduce.compressed import InOrder
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.errors import PeerFailedError
+from aladdin_mpi.flat.vectors import full
 from aladdin_mpi.transport import collectives
 from aladdin_mpi.transport.base import Event, Request, Transport, await_event
 from aladdin_mpi.transport.group import Stepper
@@ -253,7 +254,8 @@ class _Partition:
             return
         own = buffer[self.parts[self.rank]]
         pieces = {**self.received, self.rank: own}
-        sums = torch.full((total.numel(),), -0.0)  # 0.0 would erase the sign of -0.0 in all pieces
+        # 0.0 would erase the sign of -0.0 in all pieces.
+        sums = torch.full((total.numel(),), -0.0, dtype=full(total.dtype))
         for rank in sorted(pieces):
             sums += pieces[rank]
         total.copy_(sums)

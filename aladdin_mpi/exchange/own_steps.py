@@ -107,6 +107,7 @@ class OwnSteps(Stateful):
             for bucket in self._layout.buckets:
                 self._put(last, bucket, bucket.of(self.left))
             requests += last.requests
+            self._has_left = False  # if a failure interrupts the wait, servers have parts of it
         for server in range(self._layout.servers):
             end = Header(Kind.END).pack()
             requests.append(self._transport.isend(end, server, Tag.GRADIENT))

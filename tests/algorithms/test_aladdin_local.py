@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from math import cos, pi
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from aladdin_mpi.options.algorithms import AladdinLocalOptions, own
 from aladdin_mpi.options.checks import checked_algorithm
 from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.options.run import RunOptions, parse
-from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.base import Request, Transport
 from aladdin_mpi.worker.role import Role
 from tests.drawn_jobs import any_served_job
 from tests.quadratic import Quadratic
@@ -280,6 +281,57 @@ def test_workers_never_wait_and_links_are_busy() -> None:
         assert after - before < 0.01 * (end - start)
         if rank > 1:  # the slow worker's messages are as large as they get
             assert 0.75 < (last - first) / (end - start) / CAPACITY < 1.02
+
+
+def test_rest_is_in_one_place_while_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a failure interrupts it, a server may have a part, which must not be sent again."""
+    kept: list[Tensor | None] = []
+    send_all = OwnSteps.send_all
+
+    def watched(steps: OwnSteps) -> None:
+        wait = steps._transport.wait
+
+        def noted(*requests: Request) -> None:
+            kept.append(steps.remaining)
+            wait(*requests)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(steps._transport, "wait", noted)
+            send_all(steps)
+
+    monkeypatch.setattr(OwnSteps, "send_all", watched)
+    run(Job("aladdin-local", workers=2, samples=80))
+    assert kept == [None, None]
+
+
+def test_moment_is_usable_after_a_schedule_that_ends_at_zero() -> None:
+    """A cosine over 60 rounds; then another, as if the run were resumed for more epochs."""
+    workers, rounds, seen = 4, 60, []
+
+    def cosine(samples: float) -> float:
+        return 0.02 * (1 + cos(pi * (samples / (4 * workers) % rounds) / rounds))
+
+    def note(transport: Transport, role: Role, lease: SampleLease) -> None:
+        velocity = role.optimizer.velocity  # type: ignore[attr-defined]
+        seen.append((lease.start, float(velocity.norm())))
+
+    case = Job(
+        "aladdin-local",
+        workers=workers,
+        numel=NUMEL,
+        bucket=NUMEL,
+        samples=2 * rounds * 4 * workers,
+        segments=2,
+        schedule=cosine,
+        probe=note,
+        settings={"momentum": 0.9, "weight_decay": 0.0},
+        cluster=Cluster(hosts=5, bandwidth_gbit=6.4e-9 * NUMEL, latency_us=1e5),
+    )
+    end = run(case)
+    middle = max(norm for start, norm in seen if rounds / 4 < start / 16 < rounds / 2)
+    assert max(norm for start, norm in seen if start / 16 > rounds / 2) < 10 * middle
+    optimum = Quadratic(NUMEL).optimum
+    assert float((end.model - optimum).norm()) < 0.2 * float((end.first - optimum).norm())
 
 
 def test_share_grows_once_per_round_trip_until_the_link_is_full() -> None:

@@ -56,6 +56,28 @@ def test_sums_are_equal_on_all_ranks_if_two_fail(first: int, second: int) -> Non
         assert all(result == alive[0] for result in alive), delay
 
 
+def test_float64_is_summed_in_float64_after_a_failure() -> None:
+    def main(transport: Transport) -> list[float]:
+        sums = SurvivingSums(
+            "auto", transport, lambda: torch.zeros(9, dtype=torch.float64), torch.float64
+        )
+        errors = []
+        for _ in range(3):
+            transport.sleep(1.0)
+            sums.start(
+                torch.full((9,), 0.1 + transport.rank, dtype=torch.float64), Bucket(0, 0, 9, 0)
+            )
+            result = sums.finish()
+            expected = sum(0.1 + rank for rank in result.ranks)
+            errors.append(abs(float(result.totals[0][1][0]) - expected))
+        sums.settle()
+        return errors
+
+    failures = {2: 1.5}
+    results = VirtualCluster(4, Cluster(hosts=4, failures=failures), 0).run(main)
+    assert all(max(errors) < 1e-15 for rank, errors in enumerate(results) if rank != 2)
+
+
 def test_memory_of_an_abandoned_sum_is_not_used_again() -> None:
     """Messages of ranks that have not abandoned it yet may still arrive there."""
 
