@@ -258,7 +258,7 @@ class TrainingLength:
 
 def _check_epochs(loader: DataLoader[Any], args: TrainingArguments) -> None:
     """Refuse events at the ends of epochs if these are unknown."""
-    if _has_length(loader):
+    if not isinstance(loader.dataset, IterableDataset) or _has_length(loader):
         return
     for name in ("eval_strategy", "save_strategy", "logging_strategy"):
         if getattr(args, name) == "epoch":

@@ -355,6 +355,7 @@ GROUPS = {name for name, info in RunOptions.model_fields.items() if submodel(inf
 
 
 BETWEEN_HOSTS = [("cluster", name) for name in ("bandwidth_gbit", "latency_us", "links")]
+"""Settings of the links that one simulated host does not use."""
 
 
 def unused(options: RunOptions, given: Settings) -> dict[str, str]:
