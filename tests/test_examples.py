@@ -159,7 +159,7 @@ def test_simulate_cluster_example_runs(tmp_path: Path) -> None:
     assert run_summary["samples_per_second"] > 3 * synchronous
 
 
-@pytest.mark.long
+@LONG
 def test_compare_three_example_compares_three_algorithms(tmp_path: Path) -> None:
     example("compare_three.sh", tmp_path, "--samples", 640, timeout=200)
     names = {"aladdin-ahead", "ar-sgd", "ad-psgd"}
@@ -168,7 +168,7 @@ def test_compare_three_example_compares_three_algorithms(tmp_path: Path) -> None
     assert all(name in (tmp_path / "report.md").read_text() for name in names)
 
 
-@pytest.mark.long
+@LONG
 @needs("openmpi")
 def test_resume_example_stops_by_signal_and_resumes(tmp_path: Path) -> None:
     with turn():
@@ -277,7 +277,7 @@ def test_simulate_rejects_unsuitable_script(
     assert re.search(cause, completed.stderr)
 
 
-@pytest.mark.long
+@LONG
 @needs("openmpi")
 def test_sharded_gpt_trains_and_is_resumed(tmp_path: Path) -> None:
     """Two islands of two divide the model; the same command continues, or ends at once."""

@@ -135,7 +135,7 @@ def _wire_conflicts(algorithm: Algorithm, options: GeneralOptions) -> Iterator[s
     name, wire = algorithm.name, options.wire
     if wire not in ("auto", "fp32") and not (algorithm.whole_models or algorithm.quantises):
         yield (
-            f"--wire {wire} cannot be combined with {name}, which has a message format of its own. "
+            f"--wire {wire} cannot be combined with {name}, which has a fixed message format. "
             "Leave the option out."
         )
         return

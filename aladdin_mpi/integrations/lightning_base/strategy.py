@@ -413,7 +413,7 @@ class RunStrategy(Base):
         purpose = "strategy.reduce()"
         if isinstance(group, str):  # by _log(): each worker's sum is over all samples
             purpose = f"self.log({group!r}, ...)"
-            operation = operation.replace("sum", "mean")
+            operation = "mean" if operation == "sum" else operation
         return self._exchange.reduce(purpose, torch.as_tensor(tensor), operation)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
