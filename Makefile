@@ -27,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Targets share one environment and must not install into it at the same time.
 .NOTPARALLEL:
 
-.PHONY: help train horovod bench-quick gpu-check gpu-check-bundle docs test test-long lint format clean clean-venv
+.PHONY: help train checked horovod bench-quick gpu-check gpu-check-bundle docs test test-long lint format clean clean-venv
 
 help:
 	@echo 'make train [NP=4] [ARGS="--epochs 5"]   train on this machine (rank 0 is the server)'
@@ -67,11 +67,18 @@ docs:
 	$(BIN)/python tools/reference.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-test: lint docs horovod
+# Build Horovod while the linters run: neither uses both cores all the time.
+checked:
+	@$(SETUP) test
+	@tools/build-horovod.sh & build=$$!; \
+		$(MAKE) --no-print-directory lint docs; status=$$?; \
+		wait $$build && exit $$status
+
+test: checked
 	$(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder -rs --durations=15 \
 		-m 'not long' $(ARGS)
 
-test-long: lint docs horovod
+test-long: checked
 	ALADDIN_MPI_SCHEDULES=500 $(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder -rs $(ARGS)
 
 lint:

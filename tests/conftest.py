@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import sys
 import tempfile
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +92,28 @@ def warm_python(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before tests are deselected by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark most drawn cases as long, and put the tests in the order in which they start."""
+    """Mark the cases that only ``make test-long`` runs, and sort the tests as they start."""
     for item in items:
         values = getattr(getattr(item, "callspec", None), "params", {})
         numbers = [values[name] for name in DRAWN if isinstance(values.get(name), int)]
         if any(number >= FEW for number in numbers):
             item.add_marker(pytest.mark.long)
+    _sample(items)
     _sort(items)
+
+
+def _sample(items: list[pytest.Item]) -> None:
+    """Of a test marked ``sample(n)``, mark all cases as long except n, the same in every run."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sample") and not item.get_closest_marker("long"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for name, each in cases.items():
+        marker = each[0].get_closest_marker("sample")
+        assert marker is not None
+        count = min(*marker.args, len(each))
+        for item in set(each).difference(random.Random(name).sample(each, count)):
+            item.add_marker(pytest.mark.long)
 
 
 def _sort(items: list[pytest.Item]) -> None:

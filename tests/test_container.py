@@ -29,6 +29,7 @@ def copied(recipe: str) -> set[str]:
     return {line.split()[0] for line in files.splitlines()}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", ["Dockerfile", "aladdin_mpi.def"])
 def test_container_recipe_copies_all_that_install_needs(recipe: str, tmp_path: Path) -> None:
     for name in copied(recipe):

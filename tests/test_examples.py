@@ -72,6 +72,7 @@ def draw_images(folder: Path) -> None:
                 Image.fromarray((image * 127).byte().numpy()).save(place / f"{number}.png")
 
 
+@pytest.mark.sample(2)
 @needs("openmpi")
 @pytest.mark.parametrize(("name", "algorithm"), CASES)
 def test_parallel_example_trains_on_three_ranks(tmp_path: Path, name: str, algorithm: str) -> None:
@@ -101,6 +102,7 @@ def test_parallel_example_trains_on_three_ranks(tmp_path: Path, name: str, algor
     assert run_summary["gradients_applied"] == run_summary["gradients_computed"]
 
 
+@pytest.mark.long
 @needs("openmpi")
 def test_word_language_model_example_equals_one_process(tmp_path: Path) -> None:
     """Each worker carries the hidden state of its own columns."""
@@ -137,6 +139,7 @@ def example(name: str, *words: object, timeout: float = 120) -> str:
     return process.stdout
 
 
+@pytest.mark.long
 @needs("openmpi")
 def test_own_data_example_trains_with_user_model_and_data(tmp_path: Path) -> None:
     words = ["--model", "own_data:net", "--dataset", "own_data:data", "--epochs", 20, "--lr", 0.05]
@@ -180,6 +183,7 @@ def test_resume_example_stops_by_signal_and_resumes(tmp_path: Path) -> None:
     assert rises(metrics(tmp_path / "run", "train"))
 
 
+@pytest.mark.long
 def test_rehearsal_example_scales_with_workers(tmp_path: Path) -> None:
     printed = example("rehearsal.sh", tmp_path, "aladdin")
     assert re.findall(r"^  workers +(\d+)", printed, re.M) == ["8", "16", "64"]

@@ -32,6 +32,7 @@ def test_ar_sgd_equals_lightning_with_larger_batches(tmp_path: Path) -> None:
         assert has_same_counts == "True", kind
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_callbacks_and_tests_use_one_result_on_every_rank(tmp_path: Path) -> None:
     """With a server, a slow worker, checkpoints, a logger and early stopping."""
@@ -58,6 +59,7 @@ def test_callbacks_and_tests_use_one_result_on_every_rank(tmp_path: Path) -> Non
     assert metrics(tmp_path / "run", "train")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_resumed_training_equals_uninterrupted_training(tmp_path: Path) -> None:
     run = partial(run_program, TRAINING, 1, "resume", "ar-sgd", cwd=tmp_path, timeout=140)
@@ -71,6 +73,7 @@ def test_resumed_training_equals_uninterrupted_training(tmp_path: Path) -> None:
     assert validated == ["0", "1", "2", "3", "4"]  # each once, in either program
 
 
+@pytest.mark.long
 def test_refused_setting_is_reported_by_one_rank(tmp_path: Path) -> None:
     completed = run_program(TRAINING, 2, "mistake", "ssp", cwd=tmp_path, check=False)
     check_names(refusal(completed), "AladdinStrategy: algorithm='ssp'", "Use asp or bsp")

@@ -97,6 +97,7 @@ def test_installed_commands_print_help(command: str) -> None:
     assert "--algorithm" in completed.stdout
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_shell_scripts_pass_shellcheck(script: str) -> None:
     assert run("bash", "-n", script).returncode == 0

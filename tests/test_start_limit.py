@@ -21,6 +21,7 @@ ULFM = ["--with-ft", "ulfm"]
 PROGRAMS = Path(__file__).parent / "programs"
 
 
+@pytest.mark.sample(1)
 @needs("openmpi")
 @pytest.mark.parametrize("launched", [[], ULFM], ids=["plain", "ulfm"])
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
@@ -35,6 +36,7 @@ def test_rank_that_never_starts_mpi_ends_job_within_timeout(name: str, launched:
         assert re.search(rf"{rank_0} .*\b2 s\b.*\bMPI\b", refusal(completed))
 
 
+@pytest.mark.long
 @needs("openmpi")
 def test_rank_stopped_after_mpi_start_ends_job_within_timeout() -> None:
     program = PROGRAMS / "stopped_rank.py"
@@ -43,6 +45,7 @@ def test_rank_stopped_after_mpi_start_ends_job_within_timeout() -> None:
     assert startup.RANKS_MEET in refusal(completed)
 
 
+@pytest.mark.long
 @needs("openmpi")
 def test_startup_watcher_ends_after_rendezvous() -> None:
     completed = run_program(PROGRAMS / "startup_children.py", 2, is_warm=False)
@@ -112,6 +115,7 @@ def imported(completed: Completed) -> set[str]:
     }
 
 
+@pytest.mark.sample(1)
 @needs("openmpi")
 @pytest.mark.parametrize(
     ("options", "cause"),

@@ -24,6 +24,7 @@ ASKING = [
 ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("words", ASKING, ids=" ".join)
 def test_help_imports_no_slow_module(words: list[str]) -> None:
     completed = subprocess.run(

@@ -94,6 +94,7 @@ def test_structure_traces_visit_files_used_by_a_gradient_and_an_option(
     assert hooked  # of a worker's parameters, in backward
 
 
+@pytest.mark.long
 def test_structure_diagram_is_transitively_reduced() -> None:
     first, *lines = measure("--layers").splitlines()
     assert first == "graph TD"

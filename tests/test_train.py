@@ -154,6 +154,7 @@ def test_training_leaves_no_temporary_files(run: Run) -> None:
     assert [p.name for p in (run[0] / "checkpoint").iterdir()] == ["samples-000000017244"]
 
 
+@pytest.mark.long
 def test_training_reads_options_from_config_file(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("samples = 1001\nbatch-size = 16\nmodel = 'mlp'\n[aladdin]\npi = 2\n")
@@ -172,6 +173,7 @@ def test_training_reads_options_from_config_file(tmp_path: Path) -> None:
     assert "%" not in completed.stderr
 
 
+@pytest.mark.long
 def test_slow_worker_takes_fewer_samples(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     options = ["--model", "tests.programs.slow_model:build", "--epochs", 2, "--slowdown", "0=5"]

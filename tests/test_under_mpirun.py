@@ -59,6 +59,7 @@ def run_file(name: str, mpi: str, seconds: str = "60") -> str:
     return completed.stdout + completed.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mpi", MPIS)
 def test_mpi_suite_failure_on_one_rank_ends_all_ranks(mpi: str) -> None:
     printed = run_file("uneven_failure.py", mpi)
@@ -66,6 +67,7 @@ def test_mpi_suite_failure_on_one_rank_ends_all_ranks(mpi: str) -> None:
     assert "only here" in printed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mpi", MPIS)
 def test_mpi_suite_hang_ends_with_stack_traces(mpi: str) -> None:
     printed = run_file("uneven_hang.py", mpi, seconds="3")

@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests import warm
 
 SURROUNDINGS = Path(__file__).parent / "programs" / "print_surroundings.py"
@@ -72,6 +74,7 @@ def test_warm_process_ends_with_its_client(tmp_path: Path) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.long
 def test_warm_server_ends_with_the_test_run(tmp_path: Path) -> None:
     text = "from tests import warm; print(warm.python())"
     env = {name: value for name, value in os.environ.items() if name != warm.SHARED}

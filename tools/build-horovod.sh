@@ -97,7 +97,8 @@ file.write_text(file.read_text().replace(old, new))
 PYTHON
 }
 
-# Adapt the source to current torch versions, and ignore a CUDA compiler that was not requested.
+# Adapt the source to current torch versions, ignore a CUDA compiler that was not requested, and
+# omit the debug symbols, which take a quarter of the time.
 change_source() {
     local file
     for file in CMakeLists.txt horovod/torch/CMakeLists.txt; do
@@ -109,6 +110,7 @@ change_source() {
     change cmake/Modules/FindPytorch.cmake \
         'print(True if ((torch.version.cuda is not None) and (CUDA_HOME is not None)) else False)' \
         'import os; print(bool(os.environ.get(\"HOROVOD_GPU_OPERATIONS\") and torch.version.cuda and CUDA_HOME))'
+    change setup.py RelWithDebInfo Release
     change CMakeLists.txt 'if(CMAKE_CUDA_COMPILER)' \
         'if(CMAKE_CUDA_COMPILER AND DEFINED ENV{HOROVOD_GPU_OPERATIONS})'
 }
@@ -116,9 +118,8 @@ change_source() {
 build_and_install() {
     local jobs=${JOBS:-$(env -u OMP_NUM_THREADS nproc)} # nproc honours OMP_NUM_THREADS
     unset MAKELEVEL MFLAGS # set if `make` calls this script
-    # Build for torch over MPI only. By default, setup.py runs eight compilers and leaves 50 MB of
-    # debug symbols.
-    LDFLAGS="${LDFLAGS:-} -s" MAKEFLAGS=-j$((jobs < 8 ? jobs : 8)) \
+    # Build for torch over MPI only. By default, setup.py runs eight compilers.
+    MAKEFLAGS=-j$((jobs < 8 ? jobs : 8)) \
         HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 \
         HOROVOD_WITH_MPI=1 HOROVOD_CPU_OPERATIONS=MPI HOROVOD_WITHOUT_GLOO=1 \
         "$venv/bin/python" -m pip install --no-build-isolation --no-deps --force-reinstall \

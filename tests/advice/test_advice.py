@@ -344,6 +344,7 @@ def test_memory_of_servers_grows_with_workers_and_is_divided_among_servers() -> 
 NODES = ["--describe", "2 nodes with 2 workers, 25 Gbit/s, step 0.2 s", "--model", "size:40"]
 
 
+@pytest.mark.long
 def test_candidates_without_enough_gpu_memory_are_left_out() -> None:
     """40 MB: aladdin-ahead needs 0.21 GB, in an island of two 0.18 GB, ar-sgd 0.14 GB."""
     words = ["--algorithms", "aladdin-ahead,ar-sgd", "--gpu-memory", "0.19", "--seconds", "30"]

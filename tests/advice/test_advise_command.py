@@ -107,6 +107,7 @@ def test_advise_uses_sample_efficiency_of_pilot(tmp_path: Path) -> None:
     assert result["asp"]["counts"] == pytest.approx(counts)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("words", "cause"),
     [

@@ -15,6 +15,7 @@ import pytest
 from aladdin_mpi.advice.timed_run import Processes
 
 
+@pytest.mark.long
 def test_pool_exit_cancels_remaining_calls_without_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pool's internal threads raise no error either: it would end the program."""
     told: list[Any] = []
@@ -31,6 +32,7 @@ def test_pool_exit_cancels_remaining_calls_without_error(monkeypatch: pytest.Mon
     assert told == []
 
 
+@pytest.mark.long
 def test_pool_runs_calls_after_a_cancelled_one() -> None:
     with closing(Processes(1)) as pool:
         first = pool.submit(time.sleep, 0.2)

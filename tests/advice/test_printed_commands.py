@@ -87,6 +87,7 @@ def printed(advice: Advice) -> Iterator[str]:
     yield data["sbatch"]
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("data", SETS)
 def test_training_accepts_every_printed_command(cluster: str, data: str, images: Path) -> None:
@@ -101,6 +102,7 @@ def test_training_accepts_every_printed_command(cluster: str, data: str, images:
             assert ("--lr 0.05" in command) == (data == "digits" and "train" in command)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_training_accepts_command_of_every_candidate(cluster: str, images: Path) -> None:
     request = asked(cluster, "--model", "digits", "--dataset", "digits")

@@ -39,6 +39,7 @@ def test_ad_psgd_exchange_keeps_sum_of_models(dtype: torch.dtype) -> None:
     assert (a - b).norm() < 0.01 * spread
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("seed", range(10))
 def test_ad_psgd_keeps_sum_of_models_without_gradients(seed: int, graph: dict[str, Any]) -> None:
@@ -174,6 +175,7 @@ def test_ad_psgd_exchange_overlaps_with_computing() -> None:
     assert max(worker.traffic.waiting for worker in outcome.workers) < 8
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("n", [2, 5, pytest.param(8, marks=pytest.mark.long)])
 def test_ad_psgd_converges(n: int, graph: dict[str, Any]) -> None:

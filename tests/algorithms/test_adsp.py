@@ -195,6 +195,7 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[bool, list[in
     yield result
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("period", [12.0, 24.0, 40.0])
 def test_adsp_workers_of_unequal_speed_commit_at_equal_rate(
     checks: list[tuple[bool, list[int]]], period: float
@@ -274,6 +275,7 @@ def test_adsp_counters_balance_under_any_conditions(seed: int) -> None:
     run(any_served_job("adsp", seed, draw_options)).check_accounts()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])
 def test_adsp_converges_to_minimum(wire: str) -> None:
     job = Job("adsp", workers=4, servers=2, bucket=5, slowdown={0: 3.0}, samples=6000, noise=0.0)
@@ -282,6 +284,7 @@ def test_adsp_converges_to_minimum(wire: str) -> None:
 
 
 # -- the commands --------------------------------------------------------------------------
+@pytest.mark.long
 def test_adsp_resumed_run_is_bit_identical(tmp_path: Path) -> None:
     check_resumed(tmp_path, "adsp")
 

@@ -245,6 +245,7 @@ def name_of(options: AladdinOptions) -> str:
     return f"{options.trigger}-{options.normalize}-{options.alpha}-{options.momentum}"
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("options", VARIANTS, ids=name_of)
 def test_aladdin_variant_equals_paper(options: AladdinOptions) -> None:
     check(replace(BASE, aladdin=options))
@@ -259,6 +260,7 @@ def test_aladdin_variants_differ_by_more_than_tolerance() -> None:
         assert np.abs(x - y).max() > 1e-3, (one, other)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("momentum", ["worker", "split"])
 @pytest.mark.parametrize("normalize", ["count", "workers", "none"])
 @pytest.mark.parametrize(("self_update", "lazy"), [(False, True), (True, False), (False, False)])
@@ -286,6 +288,7 @@ def test_aladdin_equals_paper_for_any_workers_and_period(workers: int, pi: int) 
     check(replace(setup, aladdin=aladdin_options(pi=pi)))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("servers", "bucket", "shard"),
     [(1, 100, 100), (1, 1, 100), (2, 100, 100), (2, 3, 6), (3, 4, 5), (3, 2, 2)],

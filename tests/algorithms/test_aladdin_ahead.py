@@ -222,6 +222,7 @@ OWN: list[dict[str, Any]] = [
 PI = [{"pi": 3}, {"pi": 2, "weight": 1.0, "lookahead": 1.0, "send": 0.5}]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "own",
     [
@@ -293,6 +294,7 @@ def test_aladdin_ahead_single_worker_predicts_model_despite_late_models() -> Non
     torch.testing.assert_close(track_x(role), end.model, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 def test_aladdin_ahead_velocity_matches_linear_drift() -> None:
     """With constant gradients, all workers together move by lr g / (1 - m) in a round."""
     lr, m = 1e-5, 0.8
@@ -307,6 +309,7 @@ def test_aladdin_ahead_velocity_matches_linear_drift() -> None:
         )
 
 
+@pytest.mark.long
 def test_aladdin_ahead_converges_where_aladdin_diverges() -> None:
     """A curvature h with lr h = 0.3 and 16 workers: late models and momentum 0.9."""
     settings: dict[str, Any] = {"weight_decay": 0.0, "momentum": 0.9}
@@ -328,6 +331,7 @@ def test_aladdin_ahead_converges_where_aladdin_diverges() -> None:
     assert not float((diverging.model - optimum).norm()) < 10 * before
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("slow", [2.0, 10.0])
 def test_aladdin_ahead_straggler_neither_blocks_nor_destabilises(slow: float) -> None:
     settings = {"weight_decay": 0.0, "momentum": 0.9}
@@ -399,6 +403,7 @@ def test_aladdin_ahead_slow_worker_delays_others_by_one_step_per_first_round() -
 # -- just in time -----------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_aladdin_ahead_models_are_sent_just_in_time() -> None:
     """Without network delays, at the last bucket's moment; on a slow network, earlier."""
     shares, ages = [], []
@@ -510,6 +515,7 @@ def any_job(seed: int) -> Job:
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("group", range(SEEDS // GROUP))
 def test_aladdin_ahead_counters_balance_under_any_conditions(group: int) -> None:
     with_failures = 0
@@ -647,6 +653,7 @@ def timed(folder: Path, *words: object) -> dict[str, Any]:
     return simulate(parse(SimulateOptions, list(map(str, plan)), "simulate", ""))
 
 
+@pytest.mark.long
 def test_saturated_links_reduce_bits_and_model_frequency(tmp_path: Path) -> None:
     wide = timed(tmp_path / "wide", "--bandwidth-gbit", 10)
     tight = timed(tmp_path / "tight", "--bandwidth-gbit", 0.07)
@@ -658,6 +665,7 @@ def test_saturated_links_reduce_bits_and_model_frequency(tmp_path: Path) -> None
     assert wide["bytes_sent_per_step"] < 0.27 * 1e6
 
 
+@pytest.mark.long
 def test_fixed_wire_and_period_stay_on_saturated_links(tmp_path: Path) -> None:
     words = ["--bandwidth-gbit", 0.06, "--wire", "int8", "--aladdin-ahead-pi", 1]
     end = timed(tmp_path / "run", *words)
@@ -671,6 +679,7 @@ def test_aladdin_ahead_rejects_bf16_wire(tmp_path: Path) -> None:
         timed(tmp_path / "run", "--wire", "bf16")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wire", [pytest.param("int8", marks=pytest.mark.long), "int4"])
 def test_quantised_aladdin_ahead_converges_to_minimum(wire: str) -> None:
     settings = {"weight_decay": 0.0, "momentum": 0.9, "wire": wire}

@@ -93,6 +93,7 @@ class Account:
         torch.testing.assert_close(role.x, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(16))
 def test_model_is_the_received_one_plus_all_own_steps_it_lacks(
     seed: int, monkeypatch: pytest.MonkeyPatch
@@ -219,6 +220,7 @@ def memory(part: Tensor) -> Tensor:
     return torch.empty(signs.longest_message(len(part)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("workers", [1, 2, 5])
 @pytest.mark.parametrize("options", [(0.3, 0.5, 0.3), (0.1, 0.0, 0.0), (1.0, 1.0, 0.5)])
 def test_equals_a_transcription_of_the_rule(
@@ -255,6 +257,7 @@ CAPACITY = NUMEL * 4 / 50
 SLOW = Cluster(hosts=9, bandwidth_gbit=8e-9 * CAPACITY, latency_us=5e5, links={0: 100.0})
 
 
+@pytest.mark.long
 def test_workers_never_wait_and_links_are_busy() -> None:
     job = Job(
         "aladdin-local",

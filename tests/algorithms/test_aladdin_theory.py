@@ -163,6 +163,7 @@ def cosine(rate: float, total: int) -> Any:
     return lambda samples: rate * 0.5 * (1 + cos(pi * samples / total))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("workers", range(2, 9))
 def test_aladdin_defaults_converge_to_minimum(workers: int) -> None:
     """Strongly convex problem with noise, unequal workers and network delays."""
@@ -210,6 +211,7 @@ def test_lookahead_damps_oscillation_of_stale_models_and_momentum() -> None:
     assert away[1.0] < 0.3 * away[0.5]
 
 
+@pytest.mark.long
 def test_aladdin_final_error_shrinks_with_gradient_noise() -> None:
     """The remaining error is the noise of the gradients, not a bias of the algorithm."""
     setup = Setup(
@@ -221,6 +223,7 @@ def test_aladdin_final_error_shrinks_with_gradient_noise() -> None:
     assert left[2] < 0.05 * left[0]
 
 
+@pytest.mark.long
 def test_data_parallel_with_defaults_converges(tmp_path: Path) -> None:
     """Three lines around a custom training loop; all ranks end with the same trained model."""
 

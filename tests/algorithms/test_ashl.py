@@ -317,6 +317,7 @@ def draw_options(r: random.Random) -> dict[str, Any]:
     }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("group", range(4))
 def test_ashl_bound_holds_under_any_conditions(monkeypatch: pytest.MonkeyPatch, group: int) -> None:
     reached = 0
@@ -339,6 +340,7 @@ def test_ashl_counters_balance_under_any_conditions(seed: int) -> None:
 
 
 # -- convergence ---------------------------------------------------------------------------
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -357,6 +359,7 @@ def test_ashl_converges_to_minimum(options: dict[str, Any]) -> None:
 
 
 # -- the commands --------------------------------------------------------------------------
+@pytest.mark.long
 def test_ashl_resumed_run_is_bit_identical(tmp_path: Path) -> None:
     options = ["--ashl-fine-rate", 0.1, "--ashl-error-feedback", "--ashl-loss", 1.0]
     check_resumed(tmp_path, "ashl", *options)
@@ -383,6 +386,7 @@ def test_ashl_timed_computing_stays_coarse_by_default(tmp_path: Path) -> None:
     assert coarse > 1e7 and fine > 1e6
 
 
+@pytest.mark.long
 @needs("openmpi")
 @pytest.mark.parametrize("wire", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
 def test_ashl_trains_over_mpi(tmp_path: Path, wire: str) -> None:

@@ -176,6 +176,7 @@ def arrivals(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Arrival]]:
     yield result
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("segments", [1, 3])
 @pytest.mark.parametrize("servers", [1, 3])
 @pytest.mark.parametrize(
@@ -317,6 +318,7 @@ def test_every_worker_takes_h_steps_without_dynamic_updates() -> None:
     assert [plan.steps(0), plan.steps(1)] == [8, 8]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("is_dynamic", [True, False])
 def test_slow_worker_exchanges_as_often_only_with_dynamic_updates(
     arrivals: list[Arrival], is_dynamic: bool
@@ -504,6 +506,7 @@ def test_async_diloco_counters_balance_under_any_conditions(seed: int) -> None:
     run(job).check_accounts()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])
 def test_async_diloco_converges_to_minimum(wire: str) -> None:
     job = Job("async-diloco", workers=4, servers=2, bucket=5, slowdown={0: 3.0}, samples=6000)
@@ -521,12 +524,14 @@ def test_worker_keeps_its_local_steps_in_the_next_segment() -> None:
 
 
 # -- the commands ----------------------------------------------------------------------------
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("grace", [0, 0.05])
 def test_async_diloco_resumed_run_is_bit_identical(tmp_path: Path, grace: float) -> None:
     options = ["--async-diloco-steps", 4, "--async-diloco-grace", grace]
     check_resumed(tmp_path, "async-diloco", *options, "--async-diloco-spread", 0.5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2))])
 def test_async_diloco_learns_digits_with_a_slow_worker(tmp_path: Path, seed: int) -> None:
     plan = ["--algorithm", "async-diloco", "--workers", 4, "--epochs", 10, "--seed", seed]

@@ -81,6 +81,7 @@ def residuals(outcome: Outcome) -> Tensor:
     return torch.stack(rows)
 
 
+@pytest.mark.sample(2)
 @kinds
 @algorithms
 def test_compressed_sums_converge_with_equal_models_and_fewer_bytes(
@@ -124,6 +125,7 @@ class Slope(Matrices):
         return ((1 + noise) * x).sum()
 
 
+@pytest.mark.sample(8)
 @kinds
 @algorithms
 @pytest.mark.parametrize("seed", range(3))

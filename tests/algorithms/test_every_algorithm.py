@@ -56,6 +56,7 @@ def start(*words: object) -> dict[str, Any]:
     return simulate(parse(SimulateOptions, list(map(str, words)), "simulate", ""))
 
 
+@pytest.mark.sample(4)
 @each
 def test_resumed_run_of_every_algorithm_is_bit_identical(
     tmp_path: Path, variant: list[object], monkeypatch: pytest.MonkeyPatch
@@ -75,6 +76,7 @@ def test_resumed_run_of_every_algorithm_is_bit_identical(
         assert (whole / name).read_bytes() == (failed / name).read_bytes(), name
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", NAMES)
 def test_algorithm_runs_with_any_number_of_workers_from_least(tmp_path: Path, name: str) -> None:
     """Odd numbers too, from the minimum on; fewer workers are refused with the minimum."""
@@ -92,6 +94,7 @@ def test_algorithm_runs_with_any_number_of_workers_from_least(tmp_path: Path, na
             start(*plan, "--workers", least - 1, "--run-dir", tmp_path / "few")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",  # tests/mpi/test_algorithms.py runs every algorithm over MPI
@@ -147,6 +150,7 @@ def test_aladdin_lookahead_requires_momentum(tmp_path: Path) -> None:
         start(*words, "--run-dir", tmp_path / "run")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", COMPRESSING)
 def test_compression_sends_fewer_bytes(tmp_path: Path, name: str) -> None:
     sent = {}

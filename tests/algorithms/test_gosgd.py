@@ -97,6 +97,7 @@ class Weigher(Spy):
         self.mass.check()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("p", [0.3, 1.0])
 @pytest.mark.parametrize("seed", range(10))
 def test_gosgd_weights_sum_to_one_at_any_moment(seed: int, p: float) -> None:
@@ -190,6 +191,7 @@ def gossips(p: float, job: Job, seed: int = 0) -> dict[tuple[int, int], int]:
     return count
 
 
+@pytest.mark.long
 def test_gosgd_draws_peers_evenly_with_probability_p() -> None:
     job = Job("gosgd", workers=5, samples=4 * 5 * 400)
     short = replace(job, samples=4 * 5 * 100)
@@ -245,6 +247,7 @@ def test_gosgd_counters_balance_under_any_conditions(seed: int, p: float) -> Non
         assert not any(role(outcome, i).inbox.weights)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("n", [2, 5, 8])
 def test_gosgd_converges(n: int) -> None:
     job = Job(

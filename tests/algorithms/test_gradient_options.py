@@ -62,11 +62,13 @@ def assert_is_clipped(trained: Trained) -> None:
     assert 0 < trained.moved < LR * CLIP * trained.summary["gradients_computed"]
 
 
+@pytest.mark.sample(12)
 def test_clip_option_bounds_steps(run: Run) -> None:
     assert run(losses(LARGE)).moved > 1
     assert_is_clipped(run(losses(LARGE), clip=CLIP))
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("wait_free", [True, False])
 def test_clip_grad_norm_bounds_steps_or_is_rejected(run: Run, wait_free: bool) -> None:
     try:
@@ -78,6 +80,7 @@ def test_clip_grad_norm_bounds_steps_or_is_rejected(run: Run, wait_free: bool) -
         assert_is_clipped(clipped)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("settings", [{}, {"clip": 0.05, "accumulate": 2}], ids=["alone", "clip"])
 def test_loss_scale_is_removed_from_gradients(run: Run, settings: dict[str, Any]) -> None:
     """The scale is a power of two, so results are bit-identical."""
@@ -114,6 +117,7 @@ def test_accumulated_batches_equal_step_of_larger_batch(run: Run) -> None:
     assert (halves.x - whole.x).norm() < 1e-3 * whole.moved
 
 
+@pytest.mark.sample(6)
 def test_accumulated_passes_equal_step_of_their_batch(
     run: Run, request: pytest.FixtureRequest
 ) -> None:
@@ -129,6 +133,7 @@ def test_accumulated_passes_equal_step_of_their_batch(
     assert (run(step).x - whole.x).norm() < close * whole.moved
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("is_forward_done", [False, True])
 def test_skipped_batches_have_no_effect(run: Run, is_forward_done: bool) -> None:
     def step(run: DataParallel, model: nn.Module, inputs: Tensor, labels: Tensor) -> None:

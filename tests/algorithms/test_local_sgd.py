@@ -105,6 +105,7 @@ def test_local_sgd_averaging_every_step_equals_single_process(
     assert_all_equal(end.locals, single_process(job))
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
 @pytest.mark.parametrize(
     ("local", "segments"),
@@ -160,6 +161,7 @@ def test_local_sgd_counters_balance_under_any_conditions(seed: int) -> None:
     assert_all_equal(end.locals, end.model)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])
 def test_local_sgd_converges_to_known_minimum(wire: str) -> None:
     """In bf16, too, in which a parameter near 1 has steps of 0.008."""

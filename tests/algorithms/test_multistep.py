@@ -49,6 +49,7 @@ def moved(job: Job) -> float:
 
 
 # -- equal to one process -----------------------------------------------------------------
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("exchange", [GRADIENTS, ACTIVATIONS], ids=["gradients", "activations"])
 @pytest.mark.parametrize(
     "workers", [1, 2, 3, 8, *(pytest.param(n, marks=pytest.mark.long) for n in (4, 5))]
@@ -63,6 +64,7 @@ def test_multistep_equals_one_process(workers: int, exchange: dict[str, Any]) ->
     assert workers == 1 or min(last) < max(last) or len({len(r.leases) for r in results}) > 1
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("exchange", [GRADIENTS, ACTIVATIONS], ids=["gradients", "activations"])
 @pytest.mark.parametrize("buckets", [TINY, WHOLE, {"bucket_mb": 0.003}], ids=["tiny", "one", "few"])
 @pytest.mark.parametrize(
@@ -486,6 +488,7 @@ def test_multistep_forward_pass_waits_for_parameters() -> None:
 
 
 # -- no interleaving hangs -------------------------------------------------------------------
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("exchange", [GRADIENTS, ACTIVATIONS], ids=["gradients", "activations"])
 @pytest.mark.parametrize("seed", range(6))
 def test_multistep_completes_under_any_interleaving(seed: int, exchange: dict[str, Any]) -> None:
@@ -514,6 +517,7 @@ def test_multistep_completes_under_any_interleaving(seed: int, exchange: dict[st
 ASKED = 500
 
 
+@pytest.mark.long
 def test_multistep_model_copy_belongs_to_one_step() -> None:
     """The copy is requested while only some layers have their new parameters."""
     shots: list[Tensor] = []
@@ -570,6 +574,7 @@ PLAN += ["--model", "mortal:build", "--jitter", 0.3, "--slowdown", "1=2", "--del
 PLAN += ["--batch-size", 24, "--log-every", 300, "--eval-every", 0.5]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("exchange", ["auto", "activations"])
 def test_multistep_resumed_run_is_bit_identical(tmp_path: Path, exchange: str) -> None:
     # Step 45 of one worker; the run has 60 steps.
@@ -582,6 +587,7 @@ TIMED: list[object] = ["--algorithm", "multistep", "--compute", "timed", "--mode
 TIMED += ["--samples", 64 * 4 * 200, "--batch-size", 64, "--workers", 4, "--bucket-mb", 0.5]
 
 
+@pytest.mark.long
 def test_multistep_timed_computing_uses_layers_of_model(tmp_path: Path) -> None:
     outcome = {}
     for exchange in ("auto", "gradients"):

@@ -16,6 +16,7 @@ TOY = {VARIABLE: "tests.algorithms.toy", "PYTHONPATH": str(ROOT)}
 PLAN = ["--algorithm", "toy", "--toy-divisor", 2, "--epochs", 3]
 
 
+@pytest.mark.long
 def test_external_algorithm_trains_in_simulation(tmp_path: Path) -> None:
     completed = simulate(tmp_path / "run", *PLAN, "--workers", 2, env=TOY, is_warm=False)
     assert completed.returncode == 0, completed

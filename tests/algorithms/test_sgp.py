@@ -83,6 +83,7 @@ def test_sgp_average_is_exact_after_log2_n_steps(n: int) -> None:
         assert not torch.equal(mixed(n, period - 1)[0], torch.full((n, n), 1 / n).double())
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("n", [8, 16])
 @pytest.mark.parametrize("tau", [1, 2])
 @pytest.mark.parametrize(
@@ -145,6 +146,7 @@ class Mass:
         return total
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("algorithm", "settings"), VARIANTS)
 @pytest.mark.parametrize("seed", range(8))
 def test_sgp_weights_sum_to_n_at_any_moment(
@@ -284,6 +286,7 @@ def test_sgp_trajectory_matches_paper(algorithm: str, settings: dict[str, Any], 
 
 
 # -- complete runs -----------------------------------------------------------------------------
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(("algorithm", "settings"), VARIANTS)
 @pytest.mark.parametrize("seed", range(10))
 def test_sgp_counters_balance_under_any_conditions(
@@ -299,6 +302,7 @@ def test_sgp_counters_balance_under_any_conditions(
     assert not any(role(outcome, i).incoming for i in range(job.workers))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("algorithm", "settings"), VARIANTS)
 @pytest.mark.parametrize("n", [5, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 8))])
 def test_sgp_converges(algorithm: str, settings: dict[str, Any], n: int) -> None:

@@ -20,6 +20,7 @@ KINDS = [("mpi", torch.float32), ("ring", torch.float32), ("mpi", torch.bfloat16
 RANKS = (1, 2, 3, 5, 8, 16)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize(("name", "dtype"), KINDS)
 @pytest.mark.parametrize(

@@ -137,6 +137,7 @@ def test_rank_failure_ends_queued_collectives() -> None:
 SLOW = network(local_bandwidth_gbit=1e-2, delay_us=20_000)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("exchange", [GRADIENTS, ACTIVATIONS], ids=["gradients", "activations"])
 @pytest.mark.parametrize("workers", [4, 8])
 def test_queue_limits_pending_collectives_and_keeps_one_order(
@@ -200,6 +201,7 @@ def speed_up(run_dir: Path, workers: int, megabytes: float) -> float:
     return float(trainer.simulate(options)["samples_per_second"])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("workers", [4, 8])
 def test_multistep_overlaps_all_gathers_with_forward_pass(
     tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
@@ -213,6 +215,7 @@ def test_multistep_overlaps_all_gathers_with_forward_pass(
     assert at_once < 0.9 * workers
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("workers", [4, 8])
 def test_multistep_keeps_saturated_links_busy(tmp_path: Path, workers: int) -> None:
     # 300 MB (n - 1)/n take 0.45 s (4 workers) or 0.53 s (8) back, a third of a second of which is

@@ -28,6 +28,7 @@ KINDS = ["int8", "int4", "int2", "powersgd"]
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
+@pytest.mark.sample(4)
 @kinds
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("seed", range(2))

@@ -53,6 +53,7 @@ def settled(*words: str) -> argparse.Namespace:
     return convergence._arguments(["--data-dir", "images", "--kept-only", *words])
 
 
+@pytest.mark.long
 def test_convergence_parts_place_peers_in_blocks() -> None:
     """With cyclic placement, each hop of a ring would leave its host."""
     args = settled()

@@ -26,6 +26,7 @@ def simulated(algorithm: str, workers: int, gbit: float, servers: int = 0) -> di
 
 
 # -- end to end -------------------------------------------------------------------------
+@pytest.mark.long
 def test_large_study_runs_saves_and_resumes(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -89,6 +89,7 @@ def test_speeds_slow_workers_down() -> None:
     assert Cell(workers=4, speeds="three").slowdowns() == [1, 2, 3, 1]
 
 
+@pytest.mark.long
 def test_parameters_are_those_of_the_models() -> None:
     task = outer_tasks.text()
     assert sum(each.numel() for each in task.model().parameters()) == PARAMETERS["gpt"]

@@ -84,6 +84,7 @@ def test_heap_benchmark_compares_retained_and_freed_memory(tmp_path: Path) -> No
     assert not heap.missed([{**row, "ratio": 1.0}])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kernel", ["momentum", "update"])
 def test_kernel_variants_compute_equal_results(kernel: str) -> None:
     """Both variants change the same memory bit-identically."""

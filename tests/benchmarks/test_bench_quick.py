@@ -27,6 +27,7 @@ def test_every_benchmark_is_documented(name: str) -> None:
     assert f"`python -m benchmarks.{name} " in page
 
 
+@pytest.mark.long
 def test_quick_pass_reports_failed_benchmark(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -116,6 +116,7 @@ def test_setting_that_does_not_fit_is_rejected(words: list[str], message: str) -
         torchft_diloco.main(words)
 
 
+@pytest.mark.long
 def test_python_without_torchft_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--python .*missing.*pip install"):
         torchft_diloco.find_peer(tmp_path / "missing")

@@ -85,6 +85,7 @@ def test_allreduce_benchmark_counts_added_time() -> None:
     assert row["mpi, ms"] == pytest.approx(20)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @needs_lab
 def test_throughput_benchmark_runs(tmp_path: Path) -> None:

@@ -113,6 +113,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in text.split()]
 
 
+@pytest.mark.long
 @needs("openmpi")
 def test_gpu_check_of_models_divided_by_fsdp_passes_on_the_cpu(tmp_path: Path) -> None:
     code = (

@@ -238,6 +238,7 @@ def start_owner() -> tuple[subprocess.Popen[str], str]:
     return owner, name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("signum", "status"),
     [
@@ -255,6 +256,7 @@ def test_lab_removes_all_resources_after_signal(signum: int, status: int) -> Non
     assert remains(name) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("remedy", ["clean", pytest.param("next lab", marks=pytest.mark.long)])
 def test_lab_of_killed_owner_is_removed_later(lab: Lab, remedy: str) -> None:
     owner, name = start_owner()

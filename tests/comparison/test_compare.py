@@ -165,6 +165,7 @@ def test_compare_csv_contains_table_rows(whole: tuple[Path, Completed]) -> None:
             assert float(row[f"seconds_{part}"]) == other["figures"]["seconds"][part]
 
 
+@pytest.mark.long
 def test_compare_skips_finished_runs(whole: tuple[Path, Completed]) -> None:
     before, rows = ends(whole[0]), result(whole[0])["rows"]
     again = run(command(whole[0], "--jobs", "2"))
@@ -221,6 +222,7 @@ def measured(out: Path, seed: int) -> list[Any]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_compare_resumes_after_being_stopped_and_killed(
     whole: tuple[Path, Completed], tmp_path: Path

@@ -202,6 +202,7 @@ def test_last_error_finds_error_line(text: str, line: str) -> None:
 
 
 # -- rejected arguments ---------------------------------------------------------------------------
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("words", "cause"),
     [
@@ -281,6 +282,7 @@ def test_compare_reads_options_from_config_file(tmp_path: Path) -> None:
         compare(["--config", str(file), "--out", str(tmp_path / "out")])
 
 
+@pytest.mark.long
 def test_compare_overrides_config_of_runs(tmp_path: Path) -> None:
     """Options that the comparison sets override such a file."""
     stored = make_run(tmp_path / "stored", 0.5, 3, seed=7, lr=0.5)

@@ -170,6 +170,7 @@ def test_script_over_mpi_has_its_servers(tmp_path: Path) -> None:
     assert bsp.start_words() == [*own, *NOT_RESUMED, "--", "--rate", "0.02"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @needs("openmpi")
 def test_script_is_compared_and_resumed_over_mpi(tmp_path: Path) -> None:

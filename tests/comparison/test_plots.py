@@ -33,6 +33,7 @@ def line(kind: str, **values: Any) -> dict[str, Any]:
     return {"kind": kind, "epoch": 1.0, "seconds": 2.0, **values}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [

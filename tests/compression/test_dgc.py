@@ -174,6 +174,7 @@ def test_dgc_sends_largest_values_of_each_matrix() -> None:
     assert (u[7:607].abs() > smallest_sent).sum() == ceil(0.02 * 600) - 1
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ratio", [0.001, 0.02, 0.1, 0.2, 0.3, 0.45, 0.7, 1.0])
 def test_dgc_messages_stay_within_longest_and_bucket(ratio: float, dtype: torch.dtype) -> None:

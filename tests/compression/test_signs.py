@@ -222,6 +222,7 @@ def test_message_agrees_with_slow_reference(
         check_against_reference(drawn(numel, seed, kind), share)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("share", [0.02, 0.1, 0.5, 1.0])
 @pytest.mark.parametrize("numel", [1000, SPAN + 1, PIECE + 9000])
 def test_long_message_agrees_with_slow_reference(numel: int, share: float) -> None:

@@ -107,6 +107,7 @@ def mixed(first: list[str], rest: list[str], tmp_path: Path) -> Completed:
     return run_ranks(1, [*common, *first, ":", *second], check=False, timeout=60)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("first", "rest", "names"),
     [

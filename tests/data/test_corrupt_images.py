@@ -172,6 +172,7 @@ def simulated(root: Path, run_dir: Path, more: str) -> dict[str, Any]:
     return simulate(parse(SimulateOptions, words, "simulate", ""))
 
 
+@pytest.mark.long
 def test_check_images_names_all_unreadable_images(tmp_path: Path) -> None:
     root = folder(tmp_path / "set", 80)
     with pytest.raises(UserError) as caught:
@@ -212,6 +213,7 @@ def test_resumed_run_reports_no_unreadable_image_again(
     assert all(torch.equal(whole[name], other[name]) for other in others for name in whole)
 
 
+@pytest.mark.long
 def test_unreadable_images_are_reported_once_over_mpi(tmp_path: Path) -> None:
     root = folder(tmp_path / "set", 80)
     options = ["--dataset", "imagefolder", "--data-dir", root, "--image-size", 16, "--model", "mlp"]

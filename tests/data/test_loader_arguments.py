@@ -274,6 +274,7 @@ CHECKS: dict[str, Callable[..., None]] = {
 ARGUMENTS = [name for name in inspect.signature(DataLoader.__init__).parameters if name != "self"]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_loader_argument_is_applied_or_rejected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails for an argument that a new torch adds and that is missing here."""

@@ -20,6 +20,7 @@ def run(tmp_path: Path, program: Path, method: str, collate: str, **how: Any) ->
     return run_program(program, 2, *words, timeout=100, is_warm=False, **how)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("method", "kind"),
     [
@@ -53,6 +54,7 @@ def test_auto_start_method_falls_back_to_fork_and_warns_once(
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("program", "collate", "cause"),
     [

@@ -168,6 +168,7 @@ def test_batches_of_any_size_follow_sample_stream(dataset: MapDataset, loader_wo
     parts.close()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("loader_workers", [0, 2])
 def test_resumed_batch_source_repeats_and_skips_nothing(

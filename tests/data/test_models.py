@@ -58,6 +58,7 @@ def torchvision_names() -> list[str]:
     return chosen.split()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", torchvision_names())
 def test_torchvision_models_train_on_small_images(name: str) -> None:
     model = build_model(name, num_classes=5, image_size=32)

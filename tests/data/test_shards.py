@@ -399,6 +399,7 @@ def test_shuffle_buffer_of_zero_is_rejected() -> None:
 
 
 # -- complete runs --------------------------------------------------------------------------------
+@pytest.mark.long
 @needs("openmpi")
 def test_training_on_shards_reaches_accuracy(tmp_path: Path, cache: Path) -> None:
     root = write(tmp_path / "data")
@@ -412,6 +413,7 @@ def test_training_on_shards_reaches_accuracy(tmp_path: Path, cache: Path) -> Non
     assert run_summary["test_accuracy"] > 0.6  # chance is 0.33
 
 
+@pytest.mark.long
 @needs("openmpi")
 def test_resumed_run_on_shards_matches_uninterrupted_run(tmp_path: Path, cache: Path) -> None:
     root = write(tmp_path / "data")

@@ -209,6 +209,7 @@ def test_staging_fails_on_all_ranks_if_one_host_lacks_space(
     assert not any(others)
 
 
+@pytest.mark.long
 @needs("openmpi")
 def test_training_reads_staged_copy(tmp_path: Path) -> None:
     words = ["--dataset", "imagefolder", "--data-dir", images(tmp_path), "--model", "resnet20"]
@@ -248,6 +249,7 @@ def test_staging_may_take_longer_than_timeout(tmp_path: Path) -> None:
     assert seconds is not None and int(seconds[1]) >= 11
 
 
+@pytest.mark.long
 @needs("openmpi")
 def test_stalled_staging_ends_job(tmp_path: Path) -> None:
     completed = slowly(tmp_path, delay=60, timeout=1)

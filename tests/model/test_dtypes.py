@@ -42,6 +42,7 @@ def test_models_of_other_dtypes_train_in_simulation(
     check(tmp_path / "run", process.stdout, kinds, most=0.2 if "float64" in kinds else 0.1)
 
 
+@pytest.mark.long
 @needs("openmpi")
 def test_model_of_mixed_dtypes_trains_over_mpi(tmp_path: Path) -> None:
     kinds = ["bfloat16", "float32"]

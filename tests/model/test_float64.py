@@ -146,6 +146,7 @@ def test_float64_model_rejects_compressed_sums(
 PROGRAM = Path(__file__).parent / "programs" / "train_in_float64.py"
 
 
+@pytest.mark.long
 @needs("openmpi")
 def test_float64_model_is_not_rounded_over_mpi(tmp_path: Path) -> None:
     run_program(PROGRAM, 2, cwd=tmp_path, timeout=60)

@@ -186,6 +186,7 @@ def skip(pair: Pair, number: int, how: str = "descend") -> None:
 SKIPPING = {name: make for name, make in BY_VALUE.items() if name != "lion"}
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("how", ["descend", "correct", "correct and descend"])
 @pytest.mark.parametrize("name", [*SKIPPING, "adafactor"])
 def test_torch_optimizer_keeps_unused_parameters_and_states(name: str, how: str) -> None:

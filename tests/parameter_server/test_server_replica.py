@@ -92,6 +92,7 @@ def is_in(part: Tensor, vector: Tensor) -> bool:
     return any(torch.equal(window, part) for window in vector.unfold(0, len(part), 1))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize(
     ("name", "settings"),

@@ -291,6 +291,7 @@ class Ahead:
         self.most = max(self.most, role.counts()["computed"] - slowest)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("pull", ["always", "on-bound"])
 @pytest.mark.parametrize("bound", [0, 1, 3])
@@ -502,6 +503,7 @@ def assert_equal_to(job: Job, nesterov: bool) -> None:
 # -- convergence --------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("algorithm", SERVED)
 @pytest.mark.parametrize("workers", [2, pytest.param(5, marks=pytest.mark.long)])
 def test_algorithm_with_servers_converges_to_the_known_minimum(

@@ -69,6 +69,7 @@ def text(measurement: Measured) -> str:
 UNEQUAL = {1: 2.0, 3: 0.5}
 
 
+@pytest.mark.long
 def test_measure_finds_links_latency_and_steps() -> None:
     cluster = lab(5, placement="block", links=UNEQUAL)
     result = measured(cluster, 10, slow={7: 3.0})
@@ -94,6 +95,7 @@ def test_measure_finds_links_latency_and_steps() -> None:
     assert result.overlap.moved == pytest.approx(1.0, abs=0.1)
 
 
+@pytest.mark.long
 def test_measured_cluster_file_simulates_same_cluster() -> None:
     """Measuring the cluster of a file reproduces the file."""
     first = simulated(measured(lab(4, placement="block", links={2: 1.0}), 8)).cluster
@@ -150,6 +152,7 @@ def test_measure_without_any_step_has_no_compute_time() -> None:
     assert simulated(result).compute_time == 0.1  # the default
 
 
+@pytest.mark.long
 def test_measured_file_lists_cyclic_ranks_by_number() -> None:
     result = measured(lab(3), 5)
     assert simulated(result).cluster.worker_hosts == (0, 1, 2, 0, 1)
@@ -181,6 +184,7 @@ def test_stragglers_require_more_than_a_high_median() -> None:
     assert len(result.alike()) == 4
 
 
+@pytest.mark.long
 def test_measured_file_reports_shared_network() -> None:
     result = measured(lab(4), 4)
     slow = {pair: 0.5 * rate for pair, rate in result.network.at_once.items()}

@@ -152,6 +152,7 @@ def check_values(end: Outcome) -> bool:
     return True
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_aladdin_counters_balance_on_random_clusters(group: int) -> None:
     coalesced = compared = 0

@@ -41,6 +41,7 @@ def test_default_bucket_size_is_larger_with_gpus(
     assert options.bucket_mb == expected
 
 
+@pytest.mark.long
 def test_run_on_gpus_is_found_again_by_resume_auto(tmp_path: Path) -> None:
     words = ["--algorithm", "ar-sgd", "--samples", "64", "--run-dir", str(tmp_path / "run")]
     words += ["--bn-batches", "8", "--resume", "auto"]

@@ -25,6 +25,7 @@ constructor MemoryError
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("algorithm", ["ar-sgd", pytest.param("multistep", marks=pytest.mark.long)])
 def test_run_after_a_failed_run_equals_a_fresh_one(tmp_path: Path, algorithm: str) -> None:
     """The failed run leaves no hook, thread or lock, however it is closed."""
@@ -33,6 +34,7 @@ def test_run_after_a_failed_run_equals_a_fresh_one(tmp_path: Path, algorithm: st
     assert completed.stderr.count("nn.ModuleDict") == 2, completed
 
 
+@pytest.mark.long
 def test_close_keeps_the_model_of_the_last_step(tmp_path: Path) -> None:
     """As in plain PyTorch. A block that exits without an error ends the run as ``break`` does."""
     completed = run_alone(tmp_path, "closed_runs")
@@ -41,6 +43,7 @@ def test_close_keeps_the_model_of_the_last_step(tmp_path: Path) -> None:
     assert (tmp_path / "left" / "summary.json").exists()
 
 
+@pytest.mark.long
 def test_interactive_session_survives_interrupts_and_errors(tmp_path: Path) -> None:
     completed = run_alone(tmp_path, "interactive_runs")
     assert (completed.returncode, completed.stdout) == (
@@ -60,6 +63,7 @@ def caught(completed: Completed) -> list[str]:
     return sorted(re.findall(r"^caught (\w+)$", completed.stdout, re.M))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("algorithm", "failing", "way", "errors"),
     [
@@ -102,6 +106,7 @@ DataParallel(nn.Linear(2, 1), samples=8, algorithm="ar-sgd")
     check_names(completed.stderr, "DataParallel:", "run.close()", "with DataParallel")
 
 
+@pytest.mark.long
 def test_close_ends_all_simulated_ranks(tmp_path: Path) -> None:
     """All simulated ranks share one process, and each receives a ``ClosedError``."""
     words = ("--workers", 2, "--", "bsp", "1", "with")

@@ -40,6 +40,7 @@ def test_options_of_the_command_override_those_of_the_script(command: Any, tmp_p
     assert (made["algorithm"], made["samples"], made["workers"]) == ("easgd", 64, 2)
 
 
+@pytest.mark.sample(1)
 @both
 def test_options_object_is_overridden_too(command: Any) -> None:
     completed = command("--algorithm", "bsp", "--quiet", "--", "--options")
@@ -48,6 +49,7 @@ def test_options_object_is_overridden_too(command: Any) -> None:
     assert "trained easgd, epochs 1.0, samples None, easgd 3 auto, width 3\n" in completed.stdout
 
 
+@pytest.mark.sample(2)
 @both
 @pytest.mark.parametrize(
     ("option", "value", "holder"),
@@ -61,6 +63,7 @@ def test_options_that_the_script_determines_are_refused(
     assert message in refusal(completed)
 
 
+@pytest.mark.sample(1)
 @both
 def test_file_of_a_run_may_override_the_script(command: Any, tmp_path: Path) -> None:
     own = ("--quiet", "--", "--optimizer")
@@ -85,11 +88,13 @@ def test_option_without_effect_is_reported() -> None:
     assert completed.stderr.count("--aladdin-pi has no effect with --algorithm easgd") == 1
 
 
+@pytest.mark.long
 def test_loader_processes_find_the_classes_of_the_script() -> None:
     completed = over_mpi(*SHORT, "--quiet", "--", "--spawn")
     assert "trained easgd" in completed.stdout
 
 
+@pytest.mark.long
 def test_completed_run_is_not_repeated(tmp_path: Path) -> None:
     words = (*SHORT, "--run-dir", tmp_path / "run", "--resume", "auto")
     over_mpi(*words)

@@ -78,6 +78,7 @@ def mean_score(model: nn.Module) -> dict[str, float]:
     return {"test_loss": model(DATA.tensors[0]).mean().item()}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("order", "backend", "is_reentrant"),
     [

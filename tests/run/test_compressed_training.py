@@ -53,6 +53,7 @@ def left_of(end: Outcome) -> torch.Tensor:
     return torch.stack(rows)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", ALGORITHMS, ids=name_of)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compression_with_ratio_one_equals_training_without_compression(
@@ -71,6 +72,7 @@ def test_compression_with_ratio_one_equals_dense_training_with_coalesced_gradien
     check_same(dense, compressed)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", UNHINDERED, ids=name_of)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_models_sent_as_differences_equal_whole_models(
@@ -83,6 +85,7 @@ def test_models_sent_as_differences_equal_whole_models(
     assert sent < 0.6 * whole.bytes_sent(whole.servers)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", ALGORITHMS, ids=name_of)
 def test_compressed_training_converges_with_one_percent_of_values(case: dict[str, Any]) -> None:
     this = job(case, samples=4000)

@@ -12,6 +12,7 @@ from tests.run.program_runs import run_alone
 pytestmark = needs("openmpi")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("algorithm", "kind"),
     [

@@ -68,6 +68,7 @@ def test_run_releases_its_model_vectors(tmp_path: Path) -> None:
     assert lines == [(rank, name, run, "0") for rank in "01" for name in algorithms for run in "12"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("chosen", [False, True])
 def test_memory_freed_by_a_step_is_kept_by_the_process(tmp_path: Path, chosen: bool) -> None:
     """By default, glibc releases it and fetches 256 zeroed pages per 1 MB for the next step."""
@@ -86,6 +87,7 @@ def test_two_runs_in_one_program_train_one_after_the_other(tmp_path: Path) -> No
     assert [summary(tmp_path / f"run-{n}")["samples"] for n in (1, 2)] == [100, 100]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("algorithm", "evaluation"),
     [
@@ -112,6 +114,7 @@ def test_batch_norm_statistics_fit_the_global_model(
     assert "warning" not in completed.stderr
 
 
+@pytest.mark.long
 def test_batch_norm_warns_if_the_model_is_never_called_as_a_whole(tmp_path: Path) -> None:
     completed = run_program(tmp_path, "batch_norm_loop", "aladdin", "unevaluated", "layers")
     assert completed.stderr.count("batch norm") == 1
@@ -121,6 +124,7 @@ def test_batch_norm_warns_if_the_model_is_never_called_as_a_whole(tmp_path: Path
 
 
 # -- user errors ----------------------------------------------------------------------------
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("mistake", "names"),
     [

@@ -95,6 +95,7 @@ def check_resumed(folder: Path, algorithm: str) -> None:
         assert_close(halves, straight)
 
 
+@pytest.mark.long
 def test_custom_optimizers_match_torch_converge_and_resume(tmp_path: Path) -> None:
     """Synchronous algorithms match torch; others converge; halves of runs are resumed."""
     train(tmp_path, [*AS_TORCH, *LEARN, *RESUMED])

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.launch import environment, needs
 from tests.run.program_runs import HERE, run_script
 
@@ -26,6 +28,7 @@ print("over")
 COMMANDS = ("b 8", "c", "n", "n", "p 'stopped at', number", "n", "cl 1", "c", "q")
 
 
+@pytest.mark.long
 def test_debugger_steps_through_the_loop(tmp_path: Path) -> None:
     """Over run.step(), which switches to the algorithm, to the next line."""
     (tmp_path / "script.py").write_text(SCRIPT)

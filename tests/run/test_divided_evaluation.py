@@ -35,6 +35,7 @@ def small_runs(folder: Path, algorithm: str, runs: dict[str, list[Any]]) -> dict
     return {name: folder / name for name in runs}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("algorithm", ["ar-sgd", "aladdin"])
 def test_divided_evaluation_has_the_figures_of_one_rank(tmp_path: Path, algorithm: str) -> None:
     # The learning rate is too low to learn: the model is the same whenever it is copied.
@@ -49,6 +50,7 @@ def test_divided_evaluation_has_the_figures_of_one_rank(tmp_path: Path, algorith
     assert figures == [(figures[0][0], pytest.approx(figures[0][1], rel=1e-6))] * len(figures)
 
 
+@pytest.mark.long
 def test_evaluation_does_not_change_random_numbers_of_training(tmp_path: Path) -> None:
     """Dropout: no evaluation draws from the generator or resets it."""
     often = ["--eval-every", 0.25, "--evaluate-on"]
@@ -68,6 +70,7 @@ def test_evaluation_does_not_change_random_numbers_of_training(tmp_path: Path) -
     assert all(line[:2] == first_line[:2] for line in lines)
 
 
+@pytest.mark.long
 def test_rank_0_evaluates_alone_after_a_worker_fails(tmp_path: Path) -> None:
     run = tmp_path / "run"
     options: list[Any] = ["--algorithm", "aladdin", "--model", "slow_test_set:linear"]

@@ -22,6 +22,7 @@ def run_killed(
     return run_program(folder, "killed_early_or_late", *words, mpirun=ULFM, check=check)
 
 
+@pytest.mark.sample(1)
 @needs("openmpi")
 @pytest.mark.slow
 @pytest.mark.parametrize(("algorithm", "killed"), [("asp", 1), ("sgp", 2)])
@@ -42,6 +43,7 @@ def test_all_workers_failing_before_training_ends_the_job(tmp_path: Path) -> Non
     check_names(refusal(completed), "every worker", "before")
 
 
+@pytest.mark.sample(1)
 @needs("openmpi")
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["asp", "ar-sgd"])

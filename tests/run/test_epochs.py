@@ -40,6 +40,7 @@ class Points(Dataset[tuple[Tensor, Tensor]]):
         return self.x[index], self.x[index].sum(0, keepdim=True)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("seed", range(SCHEDULES))
 @pytest.mark.parametrize("algorithm", sorted(set(ALGORITHMS) - set(LEFT_OUT)))
 def test_workers_synchronise_at_the_end_of_every_epoch(

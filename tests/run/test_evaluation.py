@@ -15,6 +15,7 @@ from tests.run.programs.slow_test_set import ITEM, ITEMS
 pytestmark = needs("openmpi")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("servers", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_training_continues_during_an_evaluation(tmp_path: Path, servers: int) -> None:
     run_dir = tmp_path / "run"

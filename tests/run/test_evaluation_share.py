@@ -115,6 +115,7 @@ def evaluate(
     return shares
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("form", FORMS)
 def test_workers_share_the_batches_of_one_process(tmp_path: Path, form: str, workers: int) -> None:

@@ -43,6 +43,7 @@ def test_sys_exit_in_user_code_is_refused_in_simulation(
     assert completed.returncode == 2
 
 
+@pytest.mark.sample(1)
 @needs("openmpi")
 @pytest.mark.parametrize("processes", [0, 1])
 def test_sys_exit_over_mpi_is_reported_by_one_rank(tmp_path: Path, processes: int) -> None:
@@ -56,6 +57,7 @@ def test_sys_exit_over_mpi_is_reported_by_one_rank(tmp_path: Path, processes: in
     assert completed.returncode == 2
 
 
+@pytest.mark.long
 @needs("openmpi")
 def test_sys_exit_in_a_custom_loop_is_refused(tmp_path: Path) -> None:
     completed = run_program(tmp_path, "quitting_loop", tmp_path / "run", 0, "data", check=False)

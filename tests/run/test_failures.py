@@ -55,6 +55,7 @@ def check_traceback(completed: Completed, rank: int, place: str) -> None:
     assert completed.stderr.count("Traceback") == 1, repr(completed)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("model", "rank", "place"),
     [

@@ -90,6 +90,7 @@ def test_training_continues_while_the_disk_is_full(
     assert not leftovers(run_dir)
 
 
+@pytest.mark.long
 def test_job_outlives_a_disk_that_is_full_for_a_while(disk: Path) -> None:
     """Evaluations and checkpoints are due all the time; the next attempts succeed."""
     run_dir, filler = disk / "run", disk / "filler"

@@ -96,6 +96,7 @@ def test_surviving_ranks_continue_after_a_worker_hangs(
     assert rises(metrics(run, "train"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("stopped", "status"), [([2, 3], 0), pytest.param([0, 1, 2], 1, marks=pytest.mark.long)]
 )
@@ -160,6 +161,7 @@ def test_rank_that_does_not_join_in_time_returns(tmp_path: Path) -> None:
         suspend_after_another_epoch(job, run, 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("algorithm", "hanging", "requires_ulfm"),
     [("aladdin", 2, True), pytest.param("asp", 0, False, marks=pytest.mark.long)],

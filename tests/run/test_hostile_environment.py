@@ -17,6 +17,7 @@ from tests.messages import check_names, naming
 from tests.run.program_runs import HERE, PROGRAMS
 
 
+@pytest.mark.long
 @needs("openmpi")
 def test_training_under_a_debugger_in_a_hostile_environment(tmp_path: Path) -> None:
     """Unix sockets have a limit of 108 characters for their path, which TMPDIR exceeds."""

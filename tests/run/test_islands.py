@@ -51,6 +51,7 @@ def run(folder: Path, *options: Any) -> dict[str, Any]:
     return summary(folder)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("algorithm", "servers"),
     [
@@ -85,6 +86,7 @@ PAIRS: list[Any] = ["--workers", 6, "--batch-size", 8, "--slowdown", "0=1.7321",
 """The same as islands of two, of which the first member determines the speed."""
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("algorithm", "options"),
     [
@@ -117,6 +119,7 @@ def test_islands_equal_workers_with_larger_batches(
     assert summary(tmp_path / "islands")["test_loss"] < 1.0  # it was 2.3 before
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("algorithm", ["ar-sgd", "local-sgd", "sgp", "bsp", "diloco"])
 def test_islands_equal_such_workers_after_a_failure(tmp_path: Path, algorithm: str) -> None:
     """Workers with samples in a round have the same weights as before."""
@@ -152,6 +155,7 @@ def values_in(state: Any) -> int:
     return sum(map(values_in, each))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("algorithm", ["aladdin-ahead", "ar-sgd", "easgd", "diloco"])
 def test_vectors_exist_once_per_island(tmp_path: Path, algorithm: str) -> None:
     """The model, momentum, and whatever else the algorithm keeps, at workers and servers."""
@@ -171,6 +175,7 @@ def test_vectors_exist_once_per_island(tmp_path: Path, algorithm: str) -> None:
     assert totals[0][1] >= 2 * 2 * model  # at least parameters and momentum of two workers
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [["--wire", "int8"], ["--compression", "dgc"], ["--clip", 2.0]])
 def test_islands_work_with_quantisation_compression_and_clipping(
     tmp_path: Path, options: list[Any]
@@ -181,6 +186,7 @@ def test_islands_work_with_quantisation_compression_and_clipping(
     assert figures["test_accuracy"] > 0.5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -212,6 +218,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("algorithm", "workers"), CHANGES)
 def test_number_of_islands_changes(tmp_path: Path, algorithm: str, workers: int) -> None:
     """Each lane is merged by itself; nothing is lost, and the model is the same at first."""
@@ -263,6 +270,7 @@ SIZE_CHANGES = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("algorithm", "change"), SIZE_CHANGES)
 def test_size_of_islands_changes(tmp_path: Path, algorithm: str, change: str) -> None:
     """Nothing is lost, and the model is the same at first."""
@@ -284,6 +292,7 @@ def test_size_of_islands_changes(tmp_path: Path, algorithm: str, change: str) ->
     assert after["test_loss"] < 2.3  # chance
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("algorithm", "change"),
     [
@@ -310,6 +319,7 @@ def test_other_islands_continue_with_the_momentum(
     assert all(torch.allclose(models[0][n], each, atol=1e-5) for n, each in models[1].items())
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("options", "names"),
     [
@@ -378,6 +388,7 @@ def test_islands_refuse_horovod(tmp_path: Path) -> None:
     check_names(refusal(completed), "all-reduce:", "ring or torch", "--island", "horovod")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("kind", "algorithm", "servers", "samples"),
     [
@@ -414,6 +425,7 @@ FAILED = ["--failures", "4=1.3", "--eval-every", 0.25, "--checkpoint-every", 960
 """A member of the island (1, 4), or (4, 7) with two servers, in the fifth round or so."""
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("algorithm", kinds(ABLE))
 def test_failed_rank_ends_its_island_only(tmp_path: Path, algorithm: str) -> None:
     """The others train to the end, and a resumed run has all islands again."""
@@ -446,6 +458,7 @@ def check_continued(figures: dict[str, Any], failed: set[int], samples: int = 19
     assert figures["samples"] == samples
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rank", [0, 3])
 @pytest.mark.parametrize("algorithm", kinds([name for name in ABLE if name not in SERVED]))
 def test_run_continues_without_the_island_of_rank_0(
@@ -462,6 +475,7 @@ def test_run_continues_without_the_island_of_rank_0(
     assert summary(tmp_path)["gradients_computed"] > figures["gradients_computed"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("algorithm", kinds(SERVED))
 def test_islands_continue_without_a_server(tmp_path: Path, algorithm: str, rank: int) -> None:
@@ -488,6 +502,7 @@ def test_losses_do_not_depend_on_the_lane_of_the_failed_server(
     assert lost[0] > 0 and lost[1] > 0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -543,6 +558,7 @@ def test_run_ends_with_the_islands_of_the_coordinator_and_its_standby(tmp_path: 
     check_names(refusal(completed), "rank 0 ", "standby", "both failed")
 
 
+@pytest.mark.long
 @needs("openmpi")
 @pytest.mark.slow
 @pytest.mark.parametrize(

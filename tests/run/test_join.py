@@ -45,6 +45,7 @@ def locked(folder: Path) -> Iterator[None]:
         process.stdout.close()
 
 
+@pytest.mark.long
 @needs("openmpi")
 @pytest.mark.slow
 @pytest.mark.parametrize(

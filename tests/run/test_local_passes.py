@@ -139,6 +139,7 @@ def perturbed(run: DataParallel, model: nn.Module, inputs: Tensor, labels: Tenso
     plain(run, model, inputs, labels)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("algorithm", "settings"),
     [

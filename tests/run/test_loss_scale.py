@@ -16,6 +16,7 @@ from tests.run.program_runs import run_program
 pytestmark = needs("openmpi")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("algorithm", "settings"),
     [
@@ -51,6 +52,7 @@ def test_overflowing_gradient_is_skipped_and_halves_the_loss_scale_everywhere(
     assert "gradient refused" not in completed.stderr
 
 
+@pytest.mark.long
 def test_model_learns_in_float16(tmp_path: Path) -> None:
     train(3, tmp_path / "run", "--precision", "fp16", "--epochs", 2)
     assert summary(tmp_path / "run")["test_accuracy"] > 0.9

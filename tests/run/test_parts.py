@@ -251,6 +251,7 @@ def check_accounts(trained: Trained, samples: int) -> None:
     assert summary["gradients_applied"] == summary["gradients_computed"] == 2 * len(batches)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("algorithm", sorted(set(ALGORITHMS) - set(CANNOT)))
 def test_every_gradient_of_parts_is_counted_once(tmp_path: Path, algorithm: str) -> None:
     trained = train(tmp_path, algorithm, 4, momenta, jitter=0.3, slowdown={1: 3.0}, samples=70)
@@ -259,6 +260,7 @@ def test_every_gradient_of_parts_is_counted_once(tmp_path: Path, algorithm: str)
     assert not torch.allclose(trained.x, flat(gan()), atol=1e-3)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("algorithm", "settings"),
     [

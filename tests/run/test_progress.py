@@ -160,6 +160,7 @@ def test_figures_logged_after_training_are_not_sent_as_messages() -> None:
 REDIRECTED = ("{0}", "{0} > out", "{0} 2> out", "{0} > out 2>&1", "{0} 2>&1 | cat > out", "{1}")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "mpi", [pytest.param(each, marks=needs(each)) for each in ("openmpi", "mpich")]
 )
@@ -187,6 +188,7 @@ def test_find_terminal_returns_none_without_a_terminal(
 
 
 # -- complete runs ------------------------------------------------------------------------
+@pytest.mark.long
 @needs("openmpi")
 def test_custom_loop_shows_live_progress_under_mpirun_in_80_columns(tmp_path: Path) -> None:
     command = [str(launcher("openmpi")), "-n", "2", sys.executable, program("slow_loop")]
@@ -209,6 +211,7 @@ def test_custom_loop_shows_live_progress_under_mpirun_in_80_columns(tmp_path: Pa
     assert metrics(tmp_path / "run", "own")[-1]["validation"] == 102.0
 
 
+@pytest.mark.long
 def test_simulation_shows_progress_in_200_columns_until_ctrl_c(tmp_path: Path) -> None:
     """A worker's failure is reported and shown; afterwards the terminal is restored."""
     command = [sys.executable, "-m", "aladdin_mpi.simulate", "--epochs", "500", "--workers", "4"]

@@ -125,6 +125,7 @@ def test_projected_synchronous_training_equals_torch(
     torch.testing.assert_close(model, by_torch(batches, project), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("algorithm", ABLE)
 def test_projection_applies_to_every_copy_of_the_weights(tmp_path: Path, algorithm: str) -> None:
     seen: list[float] = []

@@ -73,6 +73,7 @@ def test_quantised_wires_are_offered_by_all_algorithms_with_servers() -> None:
     assert sorted(served - {"aladdin-local"}) == QUANTISING  # which has its own format
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -102,6 +103,7 @@ def test_quantised_messages_are_shorter_except_the_first_models(wire: str) -> No
     assert (bytes_sent(whole) - bytes_sent(few)).tolist() == expected
 
 
+@pytest.mark.sample(3)
 @wires
 @pytest.mark.parametrize("algorithm", QUANTISING)
 def test_quantised_model_of_every_worker_equals_its_servers_shadow(
@@ -179,6 +181,7 @@ def test_modelled_server_counts_memory_traffic_of_quantised_messages() -> None:
 
 
 # -- EASGD: models in both directions ----------------------------------------------
+@pytest.mark.sample(1)
 @wires
 def test_quantised_elastic_averaging_conserves_the_sum(wire: str) -> None:
     """Without gradients, all models converge and their sum is conserved, except for rounding."""

@@ -38,6 +38,7 @@ def plan_of(algorithm: str, seed: int, spares: int, failing: list[int]) -> Sched
     )
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", range(max(1, SCHEDULES // 20)))
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_run_below_min_workers_is_saved_and_resumes(
@@ -72,6 +73,7 @@ def test_run_ends_once_there_is_no_spare_rank_left(algorithm: str, tmp_path: Pat
         play(plan, tmp_path / "run")
 
 
+@pytest.mark.long
 @needs("openmpi")
 @pytest.mark.slow
 @pytest.mark.parametrize(

@@ -82,12 +82,14 @@ def schedule(variant: str, seed: int) -> Job:
     )
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("seed", range(max(5, SCHEDULES // 4)))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_surviving_workers_use_up_the_sample_budget(variant: str, seed: int) -> None:
     check_survivors(schedule(variant, seed))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("by", "wire"), [("ring", "fp32"), ("mpi", "fp32"), ("auto", "bf16")])
 @pytest.mark.parametrize(
     "variant", ["ar-sgd", "local-sgd", "diloco", "diloco fragments", "diloco overlap"]

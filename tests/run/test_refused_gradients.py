@@ -41,6 +41,7 @@ def _tensors(state: Any, name: str = "") -> list[tuple[str, Tensor]]:
     return [(name, state)] if isinstance(state, Tensor) else []
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("algorithm", NAMES)
 def test_non_finite_gradients_are_refused_by_every_algorithm(algorithm: str, seed: int) -> None:

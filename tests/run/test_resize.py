@@ -127,6 +127,7 @@ def pending(states: list[dict[str, Any]]) -> Tensor | None:
 OWN = (("optimizer", "velocity"), ("outbox", "codec", "left"), ("codec", "left"), ("v",))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=list(VARIANTS))
 def test_every_algorithm_resumes_with_other_numbers_of_ranks(
     tmp_path: Path,

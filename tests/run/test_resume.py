@@ -43,6 +43,7 @@ SPLIT = ["--servers", 2, "--aladdin-momentum", "split", "--checkpoint-every", 70
 WORKER = ["--aladdin-momentum", "worker", "--checkpoint-every", "1.5epochs", "--nesterov"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [SPLIT, WORKER], ids=["split", "worker"])
 def test_resumed_simulation_is_bit_identical(tmp_path: Path, options: list[object]) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"

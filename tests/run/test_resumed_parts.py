@@ -45,6 +45,7 @@ def interrupted_in(batch: int) -> nn.ModuleDict:
     return model
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("algorithm", "make", "settings"),
     [

@@ -42,6 +42,7 @@ def holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
         started.wait(timeout=20)
 
 
+@pytest.mark.long
 def test_run_lock_in_use_is_refused_and_its_owner_named(tmp_path: Path, holder: int) -> None:
     with pytest.raises(
         UserError, match=naming("--run-dir", str(tmp_path), f"process {holder} on ")
@@ -49,6 +50,7 @@ def test_run_lock_in_use_is_refused_and_its_owner_named(tmp_path: Path, holder: 
         run_folder.take(tmp_path)
 
 
+@pytest.mark.long
 def test_run_lock_of_a_killed_process_is_released(tmp_path: Path, holder: int) -> None:
     os.kill(holder, signal.SIGKILL)
     os.waitpid(holder, 0)
@@ -75,6 +77,7 @@ def test_run_lock_is_released_only_by_its_own_process(
     assert not (tmp_path / "run" / run_folder.NAME).exists()
 
 
+@pytest.mark.long
 def test_requeued_slurm_job_takes_over_its_own_run_lock(
     tmp_path: Path, holder: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +109,7 @@ LONG = ("--epochs", 1000, "--quiet", "--checkpoint-every", "5epochs")
 SHORT = ("--samples", 640, "--quiet")
 
 
+@pytest.mark.long
 def test_run_lock_refuses_a_second_run_over_mpi(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with training(2, run_dir, *LONG) as job:

@@ -65,6 +65,7 @@ USUAL = ("aladdin-ahead", "ar-sgd")
 OF_EACH = [pytest.param(name, marks=() if name in USUAL else pytest.mark.long) for name in ABLE]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("algorithm", OF_EACH)
 def test_sharded_model_learns(tmp_path: Path, algorithm: str) -> None:
     """By every algorithm whose workers can be islands; its model is saved as a whole."""
@@ -86,6 +87,7 @@ def test_sharded_model_learns(tmp_path: Path, algorithm: str) -> None:
     }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "how",
     [
@@ -113,6 +115,7 @@ def test_sharded_model_equals_the_replicated_one(tmp_path: Path, how: list[str])
         assert torch.allclose(one, other, atol=tolerance)
 
 
+@pytest.mark.long
 def test_passes_without_backward_between_steps_use_the_present_model(tmp_path: Path) -> None:
     """FSDP keeps the gathered parameters of such a pass, which later steps have changed."""
     losses: list[float] = []
@@ -130,6 +133,7 @@ def test_passes_without_backward_between_steps_use_the_present_model(tmp_path: P
     assert of_epochs[0] == pytest.approx(of_epochs[1], rel=1e-4) and len(of_epochs[0]) == 8
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("algorithm", ["ar-sgd", pytest.param("aladdin", marks=pytest.mark.long)])
 def test_ranks_write_their_parts_of_the_model(tmp_path: Path, algorithm: str) -> None:
     """In the format of torch.distributed.checkpoint, which one process can read as a whole."""
@@ -145,6 +149,7 @@ def test_ranks_write_their_parts_of_the_model(tmp_path: Path, algorithm: str) ->
     assert apart == 0 if algorithm == "ar-sgd" else apart < 0.2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("samples", [93, pytest.param(95, marks=pytest.mark.long)])
 def test_samples_that_an_island_cannot_divide_are_passed_over(tmp_path: Path, samples: int) -> None:
     """FSDP adds gradients of equal parts of an island's samples."""
@@ -152,6 +157,7 @@ def test_samples_that_an_island_cannot_divide_are_passed_over(tmp_path: Path, sa
     assert figures["gradients_computed"] == 2 * 6
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("algorithm", ["ar-sgd", "aladdin-ahead"])
 def test_members_leave_the_loop_together(tmp_path: Path, algorithm: str) -> None:
     *workers, figures = reports(train(tmp_path, algorithm, how=["left"]))
@@ -159,6 +165,7 @@ def test_members_leave_the_loop_together(tmp_path: Path, algorithm: str) -> None
     assert 48 <= figures["samples"] < 768
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("algorithm", ["ar-sgd", pytest.param("aladdin", marks=pytest.mark.long)])
 def test_sharded_run_is_resumed(tmp_path: Path, algorithm: str) -> None:
     """Its checkpoint has a part for each rank; the resumed run equals an uninterrupted one."""
@@ -191,6 +198,7 @@ def test_other_division_of_the_model_is_refused(tmp_path: Path) -> None:
     check_names(refusal(completed), "resume", "divided by FSDP")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("algorithm", "ranks"),
     [pytest.param("ar-sgd", 6, marks=pytest.mark.long), ("aladdin-ahead", 8)],
@@ -247,6 +255,7 @@ def test_smaller_islands_continue_as_single_workers_do(tmp_path: Path) -> None:
         assert all(torch.allclose(models[0][n], each, atol=1e-5) for n, each in other.items())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("algorithm", "given", "names"),
     [
@@ -273,6 +282,7 @@ def test_bad_sharding_is_refused(
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
+@pytest.mark.long
 def test_sharded_model_trains_in_one_process(tmp_path: Path) -> None:
     """To debug the script."""
     given = json.dumps({"run_dir": str(tmp_path / "run")})
@@ -292,6 +302,7 @@ def test_sharded_model_cannot_be_simulated(tmp_path: Path) -> None:
     check_names(refusal(completed), "island_mesh()", "without fully_shard")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "killed"),

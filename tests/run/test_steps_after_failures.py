@@ -189,6 +189,7 @@ def test_bsp_averages_received_gradients_of_each_bucket_after_a_failure(
 
 
 # -- asynchronous algorithms --------------------------------------------------------------
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("lost", "scaling"),
     [("one lost", "none"), ("two lost", "none"), ("two lost", "linear"), ("two lost", "sqrt")],
@@ -260,6 +261,7 @@ def test_models_are_blended_by_number_of_surviving_workers(
 
 
 # -- algorithms without servers -----------------------------------------------------------
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("slowdown", [1.0, 1.3])
 @pytest.mark.parametrize("lost", LOST)
 @pytest.mark.parametrize("algorithm", [*PUSH_SUM, *PEERS])
@@ -287,6 +289,7 @@ IN_NEW_GROUP = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("algorithm", IN_NEW_GROUP)
 def test_step_size_is_kept_by_the_next_group(algorithm: str, tmp_path: Path) -> None:
     """All slopes are 1, so each round of all workers moves each model by the rate."""

@@ -89,6 +89,7 @@ def test_surviving_ranks_continue_training(
     assert rises([line for line in metrics(run) if line["kind"] == "train"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("algorithm", "ranks", "killed", "options", "group"),
     [

@@ -128,6 +128,7 @@ def test_signal_to_mpirun_suspends_the_run_during_an_evaluation(tmp_path: Path) 
     assert sample <= metrics(run_dir, "eval")[0]["samples"] < sample + 500
 
 
+@pytest.mark.long
 @needs("openmpi")
 def test_signal_after_the_last_sample_is_ignored(tmp_path: Path) -> None:
     options = f"--algorithm ar-sgd --model stopping:build --samples 64 --run-dir {tmp_path / 'run'}"

@@ -205,6 +205,7 @@ def may_end(plan: Schedule, outcome: Outcome) -> bool:
     return len(plan.failures) > 1 or outcome.began is None or first < outcome.began
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("seed", range(max(4, SCHEDULES // 5)))
 @pytest.mark.parametrize(
     ("algorithm", "settings"),
@@ -224,6 +225,7 @@ def test_surviving_ranks_continue_with_compressed_all_reduce(
     check(plan, play(plan, tmp_path / "run"))
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("seed", range(SCHEDULES))
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_surviving_ranks_continue_after_any_rank_fails(
@@ -233,6 +235,7 @@ def test_surviving_ranks_continue_after_any_rank_fails(
     check(plan, play(plan, tmp_path / "run"))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("length", range(100, 180, 10))
 def test_failure_during_setup_continues_from_the_same_state_again(
     length: int, tmp_path: Path

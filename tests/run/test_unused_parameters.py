@@ -136,6 +136,7 @@ def by_torch(batches: list[list[Tensor]], optimizer: str | None) -> Tensor:
     return flat(model)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("optimizer", [None, *OPTIMIZERS])
 @pytest.mark.parametrize(
     ("algorithm", "settings"),
@@ -157,6 +158,7 @@ def test_synchronous_step_skips_parameters_no_worker_used(
     torch.testing.assert_close(model, by_torch(batches, optimizer), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("algorithm", "settings", "optimizer"),
     [
@@ -184,6 +186,7 @@ def check_spare_is_unchanged(model: Tensor) -> None:
     assert torch.equal(model[-spare:], flat(Branches())[-spare:])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("algorithm", sorted(set(ALGORITHMS) - set(CANNOT)))
 def test_parameter_that_is_never_used_keeps_its_value(tmp_path: Path, algorithm: str) -> None:
     model, _ = train(tmp_path, algorithm, 4, None)
@@ -191,6 +194,7 @@ def test_parameter_that_is_never_used_keeps_its_value(tmp_path: Path, algorithm:
     assert not torch.allclose(model, flat(Branches()))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("algorithm", "settings"),
     [
@@ -209,6 +213,7 @@ def test_rounded_and_compressed_gradients_mark_unused_parameters(
     check_spare_is_unchanged(model)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_per_node_aggregation_marks_unused_parameters(tmp_path: Path, algorithm: str) -> None:
     if not ALGORITHMS[algorithm].islands:

@@ -199,6 +199,7 @@ def variances(run_dir: Path) -> list[float | None]:
     return [line["model_variance"] for line in metrics(run_dir, "eval")]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("algorithm", ["bsp", "ar-sgd", "multistep"])
 def test_model_variance_of_synchronous_algorithms_is_zero(tmp_path: Path, algorithm: str) -> None:
     """Although the workers are hardly ever in the same step at the same time."""
@@ -209,6 +210,7 @@ def test_model_variance_of_synchronous_algorithms_is_zero(tmp_path: Path, algori
     assert set(values) == {0.0}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("algorithm", ["aladdin", "asp", "easgd", "gosgd", "ad-psgd", "local-sgd"])
 def test_model_variance_of_asynchronous_algorithms_is_positive(
     tmp_path: Path, algorithm: str
@@ -255,6 +257,7 @@ def test_hanging_worker_does_not_delay_model_variance(tmp_path: Path) -> None:
     assert values[0] is not None and values[-1] is not None
 
 
+@pytest.mark.sample(1)
 @needs("openmpi")
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["aladdin", "ar-sgd"])

@@ -48,6 +48,7 @@ def remains() -> list[str]:
     ]
 
 
+@pytest.mark.long
 def test_cluster_up_and_down_are_idempotent() -> None:
     assert "2 nodes are up" in command("up")
     assert "2 nodes are up" in command("up", "--nodes", "3")  # the existing cluster

@@ -67,6 +67,7 @@ def test_signal_saves_job_which_resumes(cluster: SlurmCluster, launcher: str) ->
     check_continuous(run_dir, SAMPLES)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_signal_saves_job_of_a_script_which_resumes(cluster: SlurmCluster) -> None:
     run_dir = cluster.shared / "script"
@@ -81,6 +82,7 @@ def test_signal_saves_job_of_a_script_which_resumes(cluster: SlurmCluster) -> No
     check_continuous(run_dir, 4000)
 
 
+@pytest.mark.long
 def test_script_with_other_servers_than_placed_is_refused(cluster: SlurmCluster) -> None:
     job = submit(cluster, "train.sbatch", TWO_NODES, [SCRIPT, "--", "--servers", 2])
     assert job.wait() == "FAILED", job.output()
@@ -112,6 +114,7 @@ def test_job_without_summary_fails(cluster: SlurmCluster) -> None:
     assert re.search(rf"\bsummary\.json\b.*--run-dir {run_dir} ", job.output())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_scancel_keeps_last_checkpoint(cluster: SlurmCluster) -> None:
     run_dir = cluster.shared / "cancelled"

@@ -68,6 +68,7 @@ def test_train_script_spreads_servers_over_nodes(cluster: SlurmCluster, launcher
     ]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_train_script_places_spare_ranks_last(cluster: SlurmCluster) -> None:
     env = {"SPARES": "3", "LAUNCHER": "mpirun"}
@@ -86,6 +87,7 @@ def test_train_script_places_spare_ranks_last(cluster: SlurmCluster) -> None:
     assert (run_summary["servers"], run_summary["workers"]) == (1, 4)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_hetjob_script_separates_servers_and_workers(cluster: SlurmCluster) -> None:
     run_dir = cluster.shared / "het"
@@ -105,6 +107,7 @@ def test_hetjob_script_separates_servers_and_workers(cluster: SlurmCluster) -> N
     assert run_summary["test_accuracy"] > TRAINED
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_array_ends_in_one_report_after_stopped_task(cluster: SlurmCluster) -> None:
     out = cluster.shared / "comparison"
@@ -123,6 +126,7 @@ def test_array_ends_in_one_report_after_stopped_task(cluster: SlurmCluster) -> N
         assert summary(out / "runs" / algorithm / "seed-3")["samples"] == 6000
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_scaling_script_writes_table_of_one_and_two_nodes(cluster: SlurmCluster) -> None:
     env = {"SAMPLES_PER_WORKER": "1600", "OUT": "table"}
@@ -146,6 +150,7 @@ def test_probe_script_measures_two_nodes(cluster: SlurmCluster) -> None:
     assert "-n1, ranks 0 to 1" in out.read_text()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("script", "env", "words", "cause"),
     [

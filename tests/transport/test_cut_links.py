@@ -101,6 +101,7 @@ def test_workers_behind_cut_link_are_excluded_and_reported(tmp_path: Path) -> No
         assert end_of(str(run.folder), 10)
 
 
+@pytest.mark.long
 def test_only_larger_side_continues_if_link_of_rank_0_is_cut(tmp_path: Path) -> None:
     """Both could, and would write to the same files."""
     with Lab(hosts=3) as lab:
@@ -139,6 +140,7 @@ def test_rank_0_continues_if_most_ranks_of_other_hosts_hang(tmp_path: Path) -> N
     assert end_of(str(run.folder), 10)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("stopped", "killed"),
     [

@@ -51,6 +51,7 @@ def damaging_job(
     return Job(algorithm, servers=2, numel=60, bucket=13, samples=240, wrap=wrap, **values)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_algorithm_is_unaffected_by_damaged_messages(variant: str) -> None:
     links: list[DamagingTransport] = []

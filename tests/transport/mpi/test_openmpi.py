@@ -51,6 +51,7 @@ def flags(output: str) -> list[str]:
     return line.partition("=")[2].split()[0].split(",")
 
 
+@pytest.mark.long
 @needs("openmpi")
 def test_openmpi_sends_long_tcp_messages_in_pieces() -> None:
     done = run_ranks(1, START, env=SHOW)
@@ -65,6 +66,7 @@ def test_openmpi_keeps_user_setting_of_environment() -> None:
     assert flags(done.stdout + done.stderr) == ["send", "put"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(REASON is not None, reason=REASON or "")
@@ -96,6 +98,7 @@ transport.close()
 """
 
 
+@pytest.mark.long
 @needs("openmpi")
 @pytest.mark.parametrize(
     "mpirun",
@@ -135,6 +138,7 @@ print("continued", flush=True)
 """
 
 
+@pytest.mark.long
 @needs("openmpi")
 def test_ranks_under_ulfm_continue_together_after_a_run() -> None:
     """Rank 0 waits for the other ranks at its process's exit, not at the end of a run."""

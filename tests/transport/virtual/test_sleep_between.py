@@ -48,6 +48,7 @@ def block(transport: VirtualTransport, index: int) -> None:
         transport.sleep(0.03)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("action", [send, block])
 @pytest.mark.parametrize("seed", range(4))
