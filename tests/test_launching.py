@@ -61,6 +61,7 @@ def test_launch_reports_a_function_that_ends_its_process(prompt: None) -> None:
         launch(launched.leave, workers=1, servers=0, timeout=60)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["time limit", "interrupt"])
 def test_launch_leaves_no_process(prompt: None, tmp_path: Path, way: str) -> None:
     mark = f"launch-{os.getpid()}-{way.split()[0]}"

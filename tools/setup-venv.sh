@@ -53,14 +53,9 @@ site_packages() {
     "$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 }
 
-# install: pip compiles the modules on one core; `compile_modules` uses all.
+# install: Python compiles the modules that are imported, which takes a fraction of the time.
 install() {
     "$venv/bin/python" -m pip install --no-compile --constraint constraints.txt "$@"
-}
-
-compile_modules() {
-    "$venv/bin/python" -m compileall -q -j 0 "$(site_packages)" >"$venv/compiled.log" ||
-        true # some packages have files that are no Python, as templates
 }
 
 case $kind in
@@ -86,5 +81,4 @@ if [ "$kind" = test ]; then
     # Use a separate prefix: two MPIs in one would overwrite each other's mpirun.
     install --ignore-installed --no-deps --prefix "$venv/mpich" mpich
 fi
-compile_modules
 signature >"$venv/.installed-$kind"

@@ -236,6 +236,7 @@ def test_aladdin_ahead_matches_reference_implementation(own: dict[str, Any]) -> 
     check(case)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("workers", "bucket", "momentum"), [(1, 17, 0.9), (3, 2, 0.0), (4, 5, 0.5)]
 )
@@ -253,6 +254,7 @@ def check(case: Job) -> None:
     torch.testing.assert_close(end.locals, plain.locals, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.long
 def test_aladdin_ahead_reference_variants_differ_by_more_than_tolerance() -> None:
     """Without a difference, the previous test could not distinguish the variants."""
     models = [Plain(job(own=own, samples=400)).run().locals for own in OWN]
@@ -331,7 +333,7 @@ def test_aladdin_ahead_converges_where_aladdin_diverges() -> None:
     assert not float((diverging.model - optimum).norm()) < 10 * before
 
 
-@pytest.mark.sample(1)
+@pytest.mark.long
 @pytest.mark.parametrize("slow", [2.0, 10.0])
 def test_aladdin_ahead_straggler_neither_blocks_nor_destabilises(slow: float) -> None:
     settings = {"weight_decay": 0.0, "momentum": 0.9}
@@ -367,6 +369,7 @@ def nesterov(case: Job, first: Tensor, rounds: int, lr: float, m: float) -> Tens
     return x
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("servers", [1, 3])
 def test_aladdin_ahead_first_rounds_are_synchronous(servers: int) -> None:
     settings = {"weight_decay": 0.0, "momentum": 0.8}
@@ -460,6 +463,7 @@ def test_timing_share_falls_for_late_and_rises_for_timely_models() -> None:
     assert timing.shares == [0.0, 0.0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("wire", "most"), [("fp32", MOST_VECTORS), ("int8", MOST_ENCODED)])
 def test_aladdin_ahead_keeps_bounded_number_of_messages(wire: str, most: int) -> None:
     """Models arrive many steps late; memory stays within the bound and no gradient is lost."""

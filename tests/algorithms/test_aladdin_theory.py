@@ -27,6 +27,7 @@ ROUGH = network(hosts=2, latency_us=2e5, delay_us=8e5, bandwidth_gbit=1e-6)
 # -- Lemma 1: the global model is the mean of the local models ------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("weight_decay", [0.0, 0.02])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("workers", [1, 2, 5])

@@ -435,6 +435,7 @@ def test_answers_after_grace_contain_all_differences_of_the_period(
 
 
 # -- weights -------------------------------------------------------------------------------
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("weights", "batch"), [("equal", 0), ("samples", 1), ("samples-per-step", 4)]
 )

@@ -30,7 +30,7 @@ case "$*" in
 esac
 """
 SOURCES = {
-    "setup.py": "config = 'RelWithDebInfo'\n",
+    "setup.py": "config = 'RelWithDebInfo'\ncmake_args = ['-DCMAKE_BUILD_TYPE=' + config]\n",
     "CMakeLists.txt": "set(CMAKE_CXX_STANDARD 14)\nif(CMAKE_CUDA_COMPILER)\nendif()\n",
     "horovod/torch/CMakeLists.txt": "set(CMAKE_CXX_STANDARD 14)\n-c "
     '"from distutils.sysconfig import get_python_inc; print(get_python_inc())"\n',

@@ -201,7 +201,7 @@ def speed_up(run_dir: Path, workers: int, megabytes: float) -> float:
     return float(trainer.simulate(options)["samples_per_second"])
 
 
-@pytest.mark.sample(1)
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [4, 8])
 def test_multistep_overlaps_all_gathers_with_forward_pass(
     tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch

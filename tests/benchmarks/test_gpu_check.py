@@ -155,6 +155,7 @@ def test_gpu_check_passes_on_test_device(tmp_path: Path, parts: list[str], least
     assert {row["status"] for row in result if row not in skipped} == {PASS}
 
 
+@pytest.mark.long
 def test_gpu_check_without_gpu_names_device_option(tmp_path: Path) -> None:
     command = [str(ROOT / "tools" / "gpu-check.sh"), "--out", str(tmp_path / "out")]
     completed = subprocess.run(

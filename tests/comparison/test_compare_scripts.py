@@ -103,6 +103,7 @@ def test_other_script_or_options_are_refused(whole: tuple[Path, Completed], tmp_
         compare(longer)
 
 
+@pytest.mark.long
 def test_figures_that_were_not_measured_are_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,6 +117,7 @@ def test_figures_that_were_not_measured_are_noted(
     assert not list(out.glob("*-time.png"))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("runs", "cause"),
     [

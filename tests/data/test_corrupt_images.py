@@ -184,6 +184,7 @@ def test_check_images_names_all_unreadable_images(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_resumed_run_reports_no_unreadable_image_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -58,6 +58,7 @@ def any_job(algorithm: str, seed: int) -> Job:
     )
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("algorithm", SERVED)
 @pytest.mark.parametrize("seed", range(40))
 def test_server_counters_balance_in_random_jobs(algorithm: str, seed: int) -> None:
@@ -416,6 +417,7 @@ def elastic_sum(end: Outcome) -> Tensor:
     return end.locals.double().sum(0) + end.model.double()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("algorithm", ["easgd", "eamsgd"])
 def test_elastic_exchanges_preserve_the_sum_of_models(algorithm: str, seed: int) -> None:

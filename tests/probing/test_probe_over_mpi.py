@@ -24,7 +24,7 @@ def read(path: Path) -> SimulateOptions:
     return check(path.read_text(), path.name)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.long
 @needs("openmpi")
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_probe_names_straggler(ranks: int, tmp_path: Path) -> None:

@@ -194,6 +194,7 @@ def check_no_waiting(end: Outcome) -> None:
 BUSY = Setup(workers=3, numel=2 * BUCKET, bucket=BUCKET, samples=300, cluster=network(hosts=4))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("ring", [1, 2])
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("seconds", [0.1, 5.0, 1000.0])

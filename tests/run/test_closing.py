@@ -116,6 +116,7 @@ def test_close_ends_all_simulated_ranks(tmp_path: Path) -> None:
     assert len(trained(completed)) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("leaves", ["break", "error"])
 def test_leaving_the_loop_after_its_last_step_keeps_the_results(

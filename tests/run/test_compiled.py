@@ -78,12 +78,11 @@ def mean_score(model: nn.Module) -> dict[str, float]:
     return {"test_loss": model(DATA.tensors[0]).mean().item()}
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("order", "backend", "is_reentrant"),
     [
         ("before, wrapped", "aot_eager", False),
-        ("after, in place", "eager", True),
+        pytest.param("after, in place", "eager", True, marks=LONG),
         pytest.param("after, wrapped", "aot_eager", True, marks=LONG),
         pytest.param("before, in place", "aot_eager", None, marks=LONG),
         pytest.param("before, wrapped", "inductor", None, marks=LONG),

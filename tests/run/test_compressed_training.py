@@ -132,6 +132,7 @@ def test_restored_worker_sends_its_compression_remainder() -> None:
     assert torch.equal(other.codec.left, left_of(end)[0])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", ALGORITHMS, ids=name_of)
 def test_timed_computing_sends_similar_number_of_compressed_bytes(case: dict[str, Any]) -> None:
     """Models are an upper bound: the values that two gradients share are unknown."""

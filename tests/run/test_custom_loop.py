@@ -68,7 +68,7 @@ def test_run_releases_its_model_vectors(tmp_path: Path) -> None:
     assert lines == [(rank, name, run, "0") for rank in "01" for name in algorithms for run in "12"]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.long
 @pytest.mark.parametrize("chosen", [False, True])
 def test_memory_freed_by_a_step_is_kept_by_the_process(tmp_path: Path, chosen: bool) -> None:
     """By default, glibc releases it and fetches 256 zeroed pages per 1 MB for the next step."""
@@ -87,7 +87,7 @@ def test_two_runs_in_one_program_train_one_after_the_other(tmp_path: Path) -> No
     assert [summary(tmp_path / f"run-{n}")["samples"] for n in (1, 2)] == [100, 100]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("algorithm", "evaluation"),
     [
@@ -155,6 +155,7 @@ def test_mistake_in_a_custom_loop_ends_the_job_with_one_error(
     assert "after the loop" not in completed.stdout
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("mistake", "names"),
     [

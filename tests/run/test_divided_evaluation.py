@@ -35,7 +35,7 @@ def small_runs(folder: Path, algorithm: str, runs: dict[str, list[Any]]) -> dict
     return {name: folder / name for name in runs}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.long
 @pytest.mark.parametrize("algorithm", ["ar-sgd", "aladdin"])
 def test_divided_evaluation_has_the_figures_of_one_rank(tmp_path: Path, algorithm: str) -> None:
     # The learning rate is too low to learn: the model is the same whenever it is copied.

@@ -43,7 +43,7 @@ def test_all_workers_failing_before_training_ends_the_job(tmp_path: Path) -> Non
     check_names(refusal(completed), "every worker", "before")
 
 
-@pytest.mark.sample(1)
+@pytest.mark.long
 @needs("openmpi")
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["asp", "ar-sgd"])
@@ -60,6 +60,7 @@ def test_worker_failing_after_the_last_sample_is_in_the_summary(
     assert not any("training" in line for line in lines), completed
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("algorithm", ["aladdin", "bsp", "gosgd", "sgp"])
 def test_worker_failing_before_training_is_excluded_in_simulation(
     tmp_path: Path, algorithm: str

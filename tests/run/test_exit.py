@@ -43,9 +43,8 @@ def test_sys_exit_in_user_code_is_refused_in_simulation(
     assert completed.returncode == 2
 
 
-@pytest.mark.sample(1)
 @needs("openmpi")
-@pytest.mark.parametrize("processes", [0, 1])
+@pytest.mark.parametrize("processes", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_sys_exit_over_mpi_is_reported_by_one_rank(tmp_path: Path, processes: int) -> None:
     parts = ("--dataset", "quitting:quitting_data", "--model", "quitting:plain_model")
     options = (*parts, "--algorithm", "asp", *SHORT, "--loader-workers", processes)

@@ -487,6 +487,7 @@ def test_islands_continue_without_a_server(tmp_path: Path, algorithm: str, rank:
     assert figures["test_loss"] < 2.3  # chance
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("algorithm", ["aladdin", "async-diloco"])
 def test_losses_do_not_depend_on_the_lane_of_the_failed_server(
     tmp_path: Path, algorithm: str

@@ -116,6 +116,7 @@ def order(data: str, worker: int, workers: int = 2) -> list[int]:
     return [i for i in range(LENGTH) if i // BATCH % workers == worker]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("data", DATA)
 @pytest.mark.parametrize("algorithm", ["ar-sgd", "aladdin-ahead"])
 def test_next_epoch_begins_with_the_samples_that_a_left_one_has_not_used(
@@ -130,6 +131,7 @@ def test_next_epoch_begins_with_the_samples_that_a_left_one_has_not_used(
         assert used == order(data, worker)[: len(used)]
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("algorithm", sorted(set(ALGORITHMS) - {"multistep"}))
 @pytest.mark.parametrize("before", ["next batch", "backward"])
 def test_other_workers_do_not_wait_for_one_that_left_the_epoch(

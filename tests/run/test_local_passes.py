@@ -107,6 +107,7 @@ def train_with_sam(
     return results[-1], batches
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("algorithm", "workers"),
     [

@@ -91,6 +91,7 @@ def test_quantised_training_converges_like_fp32_with_fewer_bytes(algorithm: str)
         assert (bytes_sent(outcome) < SHARES[wire] * bytes_sent(whole)).all()
 
 
+@pytest.mark.long
 @wires
 def test_quantised_messages_are_shorter_except_the_first_models(wire: str) -> None:
     whole, few = (run(job_of("asp", w, samples=400)) for w in ("fp32", wire))
@@ -147,6 +148,7 @@ def test_quantised_training_loses_no_gradient(wire: str) -> None:
     torch.testing.assert_close(end.model, (end.locals + waits).mean(0), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.sample(2)
 @wires
 @pytest.mark.parametrize("algorithm", ["aladdin", "asp", "shat"])
 def test_timed_computing_sends_same_number_of_quantised_bytes(algorithm: str, wire: str) -> None:
@@ -181,7 +183,7 @@ def test_modelled_server_counts_memory_traffic_of_quantised_messages() -> None:
 
 
 # -- EASGD: models in both directions ----------------------------------------------
-@pytest.mark.sample(1)
+@pytest.mark.long
 @wires
 def test_quantised_elastic_averaging_conserves_the_sum(wire: str) -> None:
     """Without gradients, all models converge and their sum is conserved, except for rounding."""

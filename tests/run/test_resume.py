@@ -187,6 +187,7 @@ def keep(run_dir: Path) -> None:
     pass
 
 
+@pytest.mark.long
 @needs("openmpi")
 @pytest.mark.parametrize(
     ("harm", "ranks", "names"),

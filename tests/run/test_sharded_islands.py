@@ -87,7 +87,7 @@ def test_sharded_model_learns(tmp_path: Path, algorithm: str) -> None:
     }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "how",
     [
@@ -157,7 +157,7 @@ def test_samples_that_an_island_cannot_divide_are_passed_over(tmp_path: Path, sa
     assert figures["gradients_computed"] == 2 * 6
 
 
-@pytest.mark.sample(1)
+@pytest.mark.long
 @pytest.mark.parametrize("algorithm", ["ar-sgd", "aladdin-ahead"])
 def test_members_leave_the_loop_together(tmp_path: Path, algorithm: str) -> None:
     *workers, figures = reports(train(tmp_path, algorithm, how=["left"]))

@@ -225,6 +225,7 @@ def test_gradient_weight_after_failures_counts_surviving_workers(
     assert len(after) > 3
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("lost", LOST)
 @pytest.mark.parametrize("algorithm", ["easgd", "eamsgd", "aladdin", "shat"])
 def test_models_are_blended_by_number_of_surviving_workers(

@@ -223,6 +223,7 @@ def test_per_node_aggregation_marks_unused_parameters(tmp_path: Path, algorithm:
     assert not torch.allclose(model, flat(Branches()))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("algorithm", "settings"),
     [
