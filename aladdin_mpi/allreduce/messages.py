@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -13,7 +11,6 @@ from torch import Tensor
 
 from aladdin_mpi.allreduce.base import AllReduce, Buffers, PendingSum
 from aladdin_mpi.allreduce.compressed import InOrder
-from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.flat.vectors import full
 from aladdin_mpi.transport import collectives
@@ -58,7 +55,7 @@ class MessageAllReduce(AllReduce):
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._in_progress: list[_DirectSum | _Sum] = []
+        self._in_progress: list[_Sum] = []
         self._failed_rank: int | None = None
 
     def abandon(self, failed_rank: int) -> None:
@@ -105,7 +102,7 @@ class DirectAllReduce(MessageAllReduce):
     """Sum of the wire's values in fp32: a reduce-scatter and an all-gather, one round each.
 
     All ranks get a bit-identical result: the sum of all ranks' rounded values, rounded once more.
-    ``tags`` are those of the two rounds.
+    ``generation`` is that of :class:`RingAllReduce`.
     """
 
     name = "mpi"
@@ -115,149 +112,86 @@ class DirectAllReduce(MessageAllReduce):
         transport: Transport,
         device: torch.device,
         wire_dtype: torch.dtype,
-        tags: tuple[int, int] = (Tag.REDUCE_SCATTER, Tag.ALL_GATHER),
+        generation: int = 0,
     ) -> None:
         super().__init__(transport)
-        self._scatter, self._gather = tags
+        self._generation = generation
         self._buffers = Buffers(wire_dtype, device, transport.needs_memory)
-        self._spaces: dict[int, _Partition] = {}
-        self._scattering: deque[_DirectSum] = deque()
+        self._exchanges: dict[int, _Exchange] = {}
 
     def start(self, values: Tensor, key: int) -> PendingSum:
-        """Start the reduce-scatter."""
+        """Send each rank its part; the sums follow when all parts have arrived."""
         self._check()
-        self._advance()
         buffer, event = self._buffers.load(values, key)
-        space = self._spaces.get(key)
-        if space is None or space.gathered.numel() != values.numel():
+        exchange = self._exchanges.get(key)
+        if exchange is None or exchange.gathered.numel() != values.numel():
+            tag = tag_of(key, self._generation)
             gathered = self._buffers.like(buffer)
-            space = self._spaces[key] = _Partition(self._transport, buffer, gathered)
-        pending = _DirectSum(self._transport, values, buffer, event, space)
-        self._in_progress.append(pending)
-        self._exchange(pending)
-        self._scattering.append(pending)
-        self._check()
-        return PendingSum(partial(self._finish, pending))
+            exchange = self._exchanges[key] = _Exchange(self._transport, buffer, gathered, tag)
+        gathered = exchange.gathered
 
-    def _exchange(self, pending: _DirectSum) -> None:
-        """Send each rank its part of the buffer, and post the receives."""
-        transport, space = self._transport, pending.space
-        for peer in space.peers:
-            own = space.received[peer]
-            if own.numel():
-                pending.own.append(transport.irecv(own, peer, self._scatter))
-        if pending.event is None:
-            self._await_sums(pending)
-        for peer in space.peers:
-            if space.size(peer):
-                piece = pending.buffer[space.parts[peer]]
-                send = transport.isend(piece, peer, self._scatter, after=pending.event)
-                pending.others.append(send)
+        def end() -> Tensor:
+            Buffers.store(gathered, values)
+            return values
 
-    def _await_sums(self, pending: _DirectSum) -> None:
-        """Post the receives of the all-gather.
-
-        The device may still be reading the previous sums from that memory, but not once the event
-        has occurred, since that copy precedes it on the device.
-        """
-        space = pending.space
-        for peer in space.peers:
-            if space.size(peer):
-                gathered = space.gathered[space.parts[peer]]
-                pending.others.append(self._transport.irecv(gathered, peer, self._gather))
-
-    def _advance(self) -> None:
-        """Send, in order, the sums for which every rank's part has arrived."""
-        while self._scattering:
-            first = self._scattering[0]
-            if first.event is not None and not first.event.query():
-                return
-            if not all(map(self._transport.test, first.own)):
-                return
-            self._reduce(self._scattering.popleft())
-
-    def _reduce(self, pending: _DirectSum) -> None:
-        """Add this rank's part and send the sum to all ranks."""
-        transport, space = self._transport, pending.space
-        if pending.event is not None:
-            self._await_sums(pending)
-        total = space.gathered[space.parts[transport.rank]]
-        space.add(pending.buffer, total)
-        if total.numel():
-            for peer in space.peers:
-                pending.others.append(transport.isend(total, peer, self._gather))
-        pending.reduced = True
-
-    def _finish(self, pending: _DirectSum) -> Tensor:
-        """Wait for one sum, after starting the all-gathers of earlier ones."""
-        while not pending.reduced:
-            first = self._scattering[0]
-            if first.event is not None:
-                await_event(self._transport, first.event)
-            self._transport.wait(*first.own)
-            self._check()
-            self._advance()
-        self._transport.wait(*pending.others)
-        self._check()
-        self._in_progress.remove(pending)
-        Buffers.store(pending.space.gathered, pending.values)
-        self._advance()
-        return pending.values
+        return self._begin(exchange.steps(buffer), event, end)
 
     def describe(self) -> str:
         """Return the network and the dtype."""
         return describe(self._transport, f"messages in {self._buffers.name}, added in float32")
 
 
-@dataclass(eq=False)
-class _DirectSum:
-    """A sum in progress; ``own``: receives of the first half, ``others``: all other requests."""
-
-    transport: Transport
-    values: Tensor
-    buffer: Tensor
-    event: Event | None
-    space: _Partition
-    own: list[Request] = field(default_factory=list)
-    others: list[Request] = field(default_factory=list)
-    reduced: bool = False
-
-    def abandon(self) -> None:
-        """End the waits for this sum."""
-        for request in (*self.own, *self.others):
-            self.transport.abandon(request)
-
-
-class _Partition:
-    """The division of a bucket among the ranks, and receive buffers for its messages.
+class _Exchange:
+    """The messages about one bucket, and memory for those that arrive.
 
     ``peers`` are the other ranks, starting at the next one, so that not all send to the same rank
     at once. ``parts[i]`` is rank i's part, ``received[i]`` what rank i sends of this rank's part.
     """
 
-    def __init__(self, transport: Transport, buffer: Tensor, gathered: Tensor) -> None:
-        rank, ranks, numel = transport.rank, transport.size, buffer.numel()
-        self.rank = rank
+    def __init__(self, transport: Transport, buffer: Tensor, gathered: Tensor, tag: int) -> None:
+        self._transport = transport
+        self._tag = tag
+        rank, ranks = transport.rank, transport.size
         self.peers = [(rank + step) % ranks for step in range(1, ranks)]
-        self.parts = divide(numel, ranks)
+        self.parts = divide(buffer.numel(), ranks)
         self.gathered = gathered
         own = buffer[self.parts[rank]]
         self.received = {peer: torch.zeros_like(own) for peer in self.peers}
 
-    def size(self, rank: int) -> int:
-        """Return the number of values in the part of ``rank``."""
-        return self.parts[rank].stop - self.parts[rank].start
+    def steps(self, buffer: Tensor) -> collectives.Steps:
+        """Exchange the parts of ``buffer``, add this rank's, and send the sum to all."""
+        transport, tag = self._transport, self._tag
+        total = self.gathered[self.parts[transport.rank]]
+        arriving: list[Request] = []
+        others: list[Request] = []
+        if total.numel():
+            for peer in self.peers:
+                arriving.append(transport.irecv(self.received[peer], peer, tag))
+        for peer in self.peers:
+            piece = buffer[self.parts[peer]]
+            if piece.numel():
+                others.append(transport.isend(piece, peer, tag))
+        yield arriving
+        self._add(buffer, total)
+        for peer in self.peers:
+            # Not earlier: if the step is abandoned, no other receive may have its tag.
+            sums = self.gathered[self.parts[peer]]
+            if sums.numel():
+                others.append(transport.irecv(sums, peer, tag))
+            if total.numel():
+                others.append(transport.isend(total, peer, tag))
+        yield others
 
-    def add(self, buffer: Tensor, total: Tensor) -> None:
+    def _add(self, buffer: Tensor, total: Tensor) -> None:
         """Write the sum of this rank's part into ``total``, in rank order for reproducibility."""
         if total.is_meta:
             return
-        own = buffer[self.parts[self.rank]]
-        pieces = {**self.received, self.rank: own}
+        rank = self._transport.rank
+        pieces = {**self.received, rank: buffer[self.parts[rank]]}
         # 0.0 would erase the sign of -0.0 in all pieces.
         sums = torch.full((total.numel(),), -0.0, dtype=full(total.dtype))
-        for rank in sorted(pieces):
-            sums += pieces[rank]
+        for source in sorted(pieces):
+            sums += pieces[source]
         total.copy_(sums)
 
 

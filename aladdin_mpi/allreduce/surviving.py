@@ -25,7 +25,7 @@ from aladdin_mpi.allreduce.messages import DirectAllReduce, RingAllReduce
 from aladdin_mpi.allreduce.with_residual import SumCodec, make_all_reduce, residual_of
 from aladdin_mpi.codec.base import DenseWire
 from aladdin_mpi.codec.residual import Residual
-from aladdin_mpi.control.tags import COORDINATOR, Tag, of_generation
+from aladdin_mpi.control.tags import COORDINATOR, Tag
 from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.flat.vectors import copy
@@ -101,7 +101,7 @@ class SurvivingSums:
         if len(self._members) == transport.size:
             return choose.by_transport(self._name, transport, self._device, dtype)
         part = PartOfRanks(transport, self._members)
-        direct = DirectAllReduce(part, self._device, dtype, of_generation(self._generation))
+        direct = DirectAllReduce(part, self._device, dtype, self._generation)
         if dtype == torch.bfloat16:
             return direct
         ring = RingAllReduce(part, self._device, dtype, self._generation)

@@ -49,8 +49,6 @@ class Tag(IntEnum):
     COMING = 33  # between two groups, to the first rank of the next: this rank will join
     SPARES_GO = 30  # to spare ranks: the run has ended without them
     SPARES_CALLED = 32  # to spare ranks: a group is revoked, and these ranks are excluded
-    REDUCE_SCATTER = 40  # between workers: a part of a bucket, for its owner to add
-    ALL_GATHER = 41  # between workers: a part of a bucket, summed
     STEPS = 42  # worker to rank 0, after a failure: number of steps it has summed
     STEPS_OF_ALL = 43  # answer to STEPS: the numbers of all
     SUMS = 44  # between workers: the sums of a step that the other lacks
@@ -71,14 +69,6 @@ def of_incarnation(tag: Tag, incarnation: int) -> int:
     Messages from before its exclusion may still arrive.
     """
     return _INCARNATIONS + _TAGS_OF_ONE * (incarnation % _TAGS_OF_ONE) + tag if incarnation else tag
-
-
-_GENERATIONS = 1000
-
-
-def of_generation(number: int) -> tuple[int, int]:
-    """Return the tags of parts and sums after ``number`` regroupings; old ones may be in flight."""
-    return _GENERATIONS + 2 * number, _GENERATIONS + 2 * number + 1
 
 
 SEALED = frozenset(
