@@ -84,10 +84,13 @@ class LocalInbox(ModelInbox):
         self.rates: list[float] = []
         """Learning rates of the worker's last :data:`RATES` steps."""
         self.is_ending = False
+        self.lacks_answer = False
+        """Whether an answer was damaged since the last message: the next answer replaces it."""
 
     def open(self) -> None:
         """Start a segment, with the global model on every worker."""
         super().open()
+        self.lacks_answer = False
         self._kept = [(0.0, []) for _ in self._kept]
         self.is_ending = False
 
@@ -126,6 +129,11 @@ class LocalInbox(ModelInbox):
         for message in included:
             add_message(message, x, new if is_whole else new - 1.0)
         self._kept[bucket.index] = new, included
+
+    def _is_damaged(self, model: Model) -> bool:
+        is_damaged = super()._is_damaged(model)
+        self.lacks_answer |= is_damaged
+        return is_damaged
 
     def _include(self, model: Model) -> tuple[list[Tensor], float]:
         """Return the own messages that a model is the first to include, and the rounds it adds."""
@@ -217,7 +225,8 @@ class LocalWorker(TrainingWorker):
         now = self.transport.now()
         step, self._began = now - self._began, now
         oldest = next((message.at for message in self.steps.under_way), now)
-        if self.link.end_step(oldest, now, step):
+        if self.link.end_step(oldest, now, step) or self.inbox.lacks_answer:
+            self.inbox.lacks_answer = False
             self.steps.send(self.link.share)
 
     def project(self) -> None:
