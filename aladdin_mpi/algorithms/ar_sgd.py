@@ -45,6 +45,7 @@ class ArSgdWorker(TrainingWorker):
                 self.transport,
                 worker.replica.new_vector,
                 codec.plain.dtype,
+                worker.layout.buckets,
             )
         else:
             self.all_reduce = self._make(codec, options)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from aladdin_mpi.allreduce.base import AllReduce, Buffers, PendingSum
 from aladdin_mpi.allreduce.compressed import InOrder
-from aladdin_mpi.errors import PeerFailedError
+from aladdin_mpi.errors import PeerFailedError, UserError
 from aladdin_mpi.flat.vectors import full
 from aladdin_mpi.transport import collectives
 from aladdin_mpi.transport.base import Event, Request, Transport, await_event
@@ -102,7 +102,7 @@ class DirectAllReduce(MessageAllReduce):
     """Sum of the wire's values in fp32: a reduce-scatter and an all-gather, one round each.
 
     All ranks get a bit-identical result: the sum of all ranks' rounded values, rounded once more.
-    ``generation`` is that of :class:`RingAllReduce`.
+    ``first_key`` is that of :class:`RingAllReduce`.
     """
 
     name = "mpi"
@@ -112,10 +112,10 @@ class DirectAllReduce(MessageAllReduce):
         transport: Transport,
         device: torch.device,
         wire_dtype: torch.dtype,
-        generation: int = 0,
+        first_key: int = 0,
     ) -> None:
         super().__init__(transport)
-        self._generation = generation
+        self._first_key = first_key
         self._buffers = Buffers(wire_dtype, device, transport.needs_memory)
         self._exchanges: dict[int, _Exchange] = {}
 
@@ -125,7 +125,7 @@ class DirectAllReduce(MessageAllReduce):
         buffer, event = self._buffers.load(values, key)
         exchange = self._exchanges.get(key)
         if exchange is None or exchange.gathered.numel() != values.numel():
-            tag = tag_of(key, self._generation)
+            tag = tag_of(self._first_key + key)
             gathered = self._buffers.like(buffer)
             exchange = self._exchanges[key] = _Exchange(self._transport, buffer, gathered, tag)
         gathered = exchange.gathered
@@ -162,25 +162,23 @@ class _Exchange:
         """Exchange the parts of ``buffer``, add this rank's, and send the sum to all."""
         transport, tag = self._transport, self._tag
         total = self.gathered[self.parts[transport.rank]]
-        arriving: list[Request] = []
-        others: list[Request] = []
-        if total.numel():
-            for peer in self.peers:
-                arriving.append(transport.irecv(self.received[peer], peer, tag))
+        requests: list[Request] = []
         for peer in self.peers:
+            if total.numel():
+                requests.append(transport.irecv(self.received[peer], peer, tag))
             piece = buffer[self.parts[peer]]
             if piece.numel():
-                others.append(transport.isend(piece, peer, tag))
-        yield arriving
+                requests.append(transport.isend(piece, peer, tag))
+        yield requests  # only these can be abandoned
         self._add(buffer, total)
+        requests = []
         for peer in self.peers:
-            # Not earlier: if the step is abandoned, no other receive may have its tag.
             sums = self.gathered[self.parts[peer]]
             if sums.numel():
-                others.append(transport.irecv(sums, peer, tag))
+                requests.append(transport.irecv(sums, peer, tag))
             if total.numel():
-                others.append(transport.isend(total, peer, tag))
-        yield others
+                requests.append(transport.isend(total, peer, tag))
+        yield requests
 
     def _add(self, buffer: Tensor, total: Tensor) -> None:
         """Write the sum of this rank's part into ``total``, in rank order for reproducibility."""
@@ -201,15 +199,23 @@ def describe(transport: Transport, how: str) -> str:
 
 
 FIRST_TAG = 10_000
-TAGS = 3_000
+TAGS = 30_000
 """Number of tags: each bucket has its own, so that several sums can be in progress."""
-GENERATIONS = 10
-"""Number of generations of tags, see `RingAllReduce`."""
 
 
-def tag_of(key: int, generation: int = 0) -> int:
-    """Return the tag of the messages about the bucket with this index."""
-    return FIRST_TAG + generation % GENERATIONS * TAGS + key % TAGS
+def tag_of(key: int) -> int:
+    """Return the tag of the messages about the bucket with this key.
+
+    Raises:
+        UserError: all tags are used up.
+    """
+    if key >= TAGS:
+        raise UserError(
+            f"--bucket-mb: sums have {TAGS} tags, and each bucket uses one, or two with powersgd, "
+            "after each failure others. Use larger buckets, or, after many failures, resume the "
+            "run in a new job."
+        )
+    return FIRST_TAG + key
 
 
 class RingAllReduce(MessageAllReduce):
@@ -218,7 +224,8 @@ class RingAllReduce(MessageAllReduce):
     Each value is summed on one rank and copied to all, so the results are bit-identical.
 
     Args:
-        generation: differs from that of earlier sums whose messages may still be in flight.
+        first_key: added to keys. Those of earlier sums, whose messages may still be in flight,
+            are smaller.
     """
 
     name = "ring"
@@ -228,10 +235,10 @@ class RingAllReduce(MessageAllReduce):
         transport: Transport,
         device: torch.device,
         dtype: torch.dtype,
-        generation: int = 0,
+        first_key: int = 0,
     ) -> None:
         super().__init__(transport)
-        self._generation = generation
+        self._first_key = first_key
         self._buffers = Buffers(dtype, device, transport.needs_memory)
         self._in_order = collectives.HostByHost(transport.hosts)
 
@@ -239,7 +246,7 @@ class RingAllReduce(MessageAllReduce):
         """Start the sum in the bucket's own channel."""
         self._check()
         buffer, event = self._buffers.load(values, key)
-        tag = tag_of(key, self._generation)
+        tag = tag_of(self._first_key + key)
         channel = self._in_order(collectives.channel_of(self._transport, tag))
 
         def end() -> Tensor:

@@ -111,24 +111,23 @@ class _Exchange:
         """Exchange the parts, add this rank's, and send the sum to all."""
         transport, tag = self.transport, self.tag
         mine = self.gathered[self.sums[transport.rank]]
-        arriving: list[Request] = []
-        others: list[Request] = []
-        if mine.numel():
-            for row, peer in zip(self.received, self.peers, strict=True):
-                arriving.append(transport.irecv(row, peer, tag))
-        for peer in self.peers:
+        requests: list[Request] = []
+        for row, peer in zip(self.received, self.peers, strict=True):
+            if mine.numel():
+                requests.append(transport.irecv(row, peer, tag))
             message = self.sent[self.messages[peer]]
             if message.numel():
-                others.append(transport.isend(message, peer, tag))
-        yield arriving
+                requests.append(transport.isend(message, peer, tag))
+        yield requests  # only these can be abandoned
         self.add()
+        requests = []
         for peer in self.peers:
             total = self.gathered[self.sums[peer]]
             if total.numel():
-                others.append(transport.irecv(total, peer, tag))
+                requests.append(transport.irecv(total, peer, tag))
             if mine.numel():
-                others.append(transport.isend(mine, peer, tag))
-        yield others
+                requests.append(transport.isend(mine, peer, tag))
+        yield requests
 
     def add(self) -> None:
         """Add all ranks' values of this rank's part, in a fixed order, and quantise the sum."""

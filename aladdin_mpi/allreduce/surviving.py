@@ -68,7 +68,7 @@ class SurvivingSums:
     """The sums of one step after another: all buckets of a step, or none.
 
     Every rank of ``transport`` takes part; rank 0 must not fail. ``new_vector`` makes a flat vector
-    on the gradients' device; two are needed.
+    on the gradients' device; two are needed. ``buckets`` are the parts that will be summed.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class SurvivingSums:
         transport: Transport,
         new_vector: Callable[[], Tensor],
         wire_dtype: torch.dtype,
+        buckets: Sequence[Bucket],
     ) -> None:
         self._name = name
         self._transport = transport
@@ -86,7 +87,8 @@ class SurvivingSums:
         self._totals = [new_vector(), new_vector()]
         self._device = self._totals[0].device
         self._members = list(range(transport.size))
-        self._generation = 0
+        self._keys = 1 + max(bucket.index for bucket in buckets)
+        self._first_key = 0
         self._steps = 0
         self._started: list[_StartedSum] = []
         self._last: list[Bucket] = []
@@ -98,13 +100,13 @@ class SurvivingSums:
 
     def _make(self) -> AllReduce:
         transport, dtype = self._transport, self._wire_dtype
-        if len(self._members) == transport.size:
+        if not self._first_key:
             return choose.by_transport(self._name, transport, self._device, dtype)
         part = PartOfRanks(transport, self._members)
-        direct = DirectAllReduce(part, self._device, dtype, self._generation)
+        direct = DirectAllReduce(part, self._device, dtype, self._first_key)
         if dtype == torch.bfloat16:
             return direct
-        ring = RingAllReduce(part, self._device, dtype, self._generation)
+        ring = RingAllReduce(part, self._device, dtype, self._first_key)
         return ring if self._name == "ring" else choose.BySize(direct, ring)
 
     def describe(self) -> str:
@@ -236,7 +238,7 @@ class SurvivingSums:
     def _regroup(self, agreement: _Agreement) -> None:
         """Sum among surviving ranks, with new tags that separate messages from earlier ones."""
         self._members = [rank for rank, steps in enumerate(agreement.steps) if steps != INACTIVE]
-        self._generation += 1
+        self._first_key += self._keys
         self._is_broken = False
         self._all_reduce = self._make()
         self._lose_failed()
@@ -335,7 +337,7 @@ def make_sums(
     their indices; the other arguments are those of :class:`SurvivingSums`.
     """
     if tolerates_failures(name, transport, codec):
-        return SurvivingSums(name, transport, new_vector, codec.plain.dtype)
+        return SurvivingSums(name, transport, new_vector, codec.plain.dtype, buckets)
     all_reduce = make_all_reduce(name, transport, device, codec, buckets)
     residual = residual_of(codec) if transport.survives else None
     return PlainSums(all_reduce, transport.size, residual)

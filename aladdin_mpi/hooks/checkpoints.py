@@ -49,7 +49,7 @@ from aladdin_mpi.options.run import (
 )
 from aladdin_mpi.process import files, guard
 from aladdin_mpi.process.files import check_own_folder, remove_tree, shown, write_whole
-from aladdin_mpi.session.context import Context, collect_model, versions
+from aladdin_mpi.session.context import Context, collect_model, give_buffers, versions
 from aladdin_mpi.session.coordinator import Coordinator, RunHook, SegmentEnd
 from aladdin_mpi.session.islands import Islands
 from aladdin_mpi.session.plan import Origin, Plan
@@ -536,17 +536,20 @@ class Checkpoints(RunHook):
             report_resize(context.algorithm, origin, now, lr, context.islands.size)
 
     def _restore_local(self, session: Session, former: Islands) -> None:
-        """Restore the local state of the worker of this number; a new one only gets buffers."""
+        """Restore the local state of the worker of this number; another only gets buffers."""
         context, rank = session.context, self._transport.rank
         if context.is_server:
             return
-        island = context.islands.number(rank)
-        is_new = island >= len(former.members)
-        members = former.members[0 if is_new else island]
-        part = self._store.part(members[context.island.index(rank) % len(members)])
-        if part is not None:
-            restore = session.local.share_buffers if is_new else session.local.load_state_dict
-            restore(part["local"])
+        island, place = context.islands.number(rank), context.island.index(rank)
+
+        def part(members: Sequence[int]) -> dict[str, Any] | None:
+            return self._store.part(members[place % len(members)])
+
+        mine = part(former.members[island]) if island < len(former.members) else None
+        if mine is not None:
+            session.local.load_state_dict(mine["local"])
+        elif (other := next(filter(None, map(part, former.members)), None)) is not None:
+            session.local.share_buffers(other["local"])
 
 
 def _are_same(former: Islands, now: Islands) -> bool:
@@ -576,6 +579,7 @@ def _restore_failed(session: Session, is_new: bool) -> None:
     common: dict[str, Any] = broadcast(context.transport, role.common())
     if is_new:
         role.join(common)
+    give_buffers(context, is_new)
     if not any(new) or not context.is_real:
         return
     mine = replica.parameters.clone()

@@ -14,9 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from aladdin_mpi.control.exchange import (
-    broadcast,
-    broadcast_tensor,
-    gather,
     packed,
     receive_object,
     send_object,
@@ -33,7 +30,7 @@ from aladdin_mpi.run import run_folder
 from aladdin_mpi.run.elasticity import Membership, TakeoverPlan
 from aladdin_mpi.run.rank import Rank
 from aladdin_mpi.run.run_folder import OpenFolder
-from aladdin_mpi.session.context import Context, former_lanes
+from aladdin_mpi.session.context import Context, former_lanes, give_buffers
 from aladdin_mpi.session.islands import Islands
 from aladdin_mpi.session.plan import Origin
 from aladdin_mpi.session.resizing import describe_ranks, merge_lanes, taken
@@ -372,21 +369,9 @@ def _receivers(context: Context, former: Islands, place: int) -> list[int]:
 
 def _take_local(session: Session, takeover: Takeover) -> None:
     """Restore a rank's local state; a new rank receives the buffers of a former one."""
-    context = session.context
-    transport, is_new = context.transport, takeover.mine is None
     if takeover.mine is not None:
         session.local.load_state_dict(takeover.mine.local)
-    if not context.is_real:
-        return
-    are_new: list[bool] = broadcast(transport, gather(transport, is_new))
-    if not any(are_new):
-        return
-    for buffer in context.whole.buffers():
-        flat = buffer.view(-1) if buffer.dim() == 0 else buffer
-        values = flat.detach().cpu().clone().contiguous()
-        broadcast_tensor(transport, values, are_new.index(False))
-        if is_new:
-            flat.copy_(values)
+    give_buffers(session.context, takeover.mine is None)
 
 
 def print_takeover(context: Context, takeover: Takeover) -> None:

@@ -397,6 +397,23 @@ def share_model(context: Context) -> None:
         context.replica.refresh()
 
 
+def give_buffers(context: Context, is_new: bool) -> None:
+    """Give the buffers of the first former worker to new ranks, after a failure."""
+    if not context.is_real:
+        return
+    transport = context.transport
+    are_new: list[bool] = broadcast(transport, gather(transport, is_new))
+    former = [rank for rank in range(context.servers, transport.size) if not are_new[rank]]
+    if not any(are_new) or not former:
+        return
+    for buffer in context.whole.buffers():
+        flat = buffer.view(-1) if buffer.dim() == 0 else buffer
+        values = flat.detach().cpu().clone().contiguous()
+        broadcast_tensor(transport, values, former[0])
+        if is_new:
+            flat.copy_(values)
+
+
 def share_buffers(context: Context, source: int) -> None:
     """Copy the buffers of rank ``source``, or of the next surviving one, to every rank."""
     surviving = [rank for rank in surviving_ranks(context.transport) if rank >= source]

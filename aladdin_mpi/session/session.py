@@ -239,11 +239,14 @@ class Session:
         granted = self._continue_from(state)
         if self.coordinator is not None and granted is not None:
             self.coordinator.budget.granted_before = granted
-        if state is None:
-            if isinstance(self.role, TrainingWorker) and granted is not None:
-                divided = self.context.islands.divided(granted)
-                self.role.worker.samples = divided[self._transport.rank]
-            return
+        if state is not None:
+            self._load(state)
+        elif isinstance(self.role, TrainingWorker) and granted is not None:
+            divided = self.context.islands.divided(granted)
+            self.role.worker.samples = divided[self._transport.rank]
+        self._mark_beginning()
+
+    def _load(self, state: dict[str, Any]) -> None:
         self.role.load_state_dict(state["role"])
         if self.coordinator is not None:
             self.coordinator.load_state_dict(state["keeper"])
@@ -262,7 +265,6 @@ class Session:
         granted: list[int] | None
         self._moment, self._drawn, granted = broadcast(self._transport, fact)
         self.over = self._drawn >= self.plan.total
-        self.began_at = self._drawn
         return granted
 
     def resize(
@@ -286,6 +288,7 @@ class Session:
             self.coordinator.load_state_dict(state["keeper"])
             self.coordinator.resize(of_all)
         self._distribute(merged)
+        self._mark_beginning()
 
     def take_over(
         self,
@@ -318,6 +321,7 @@ class Session:
             self.coordinator.take_over(known, drawn, of_all)
             self.coordinator.failures.take_over(losses)
         self._distribute(merged)
+        self._mark_beginning()
 
     def _distribute(self, merged: MergedState) -> None:
         all_or_none(self._transport, lambda: self.role.resize(merged))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from aladdin_mpi.allreduce.messages import TAGS, RingAllReduce
 from aladdin_mpi.allreduce.surviving import SurvivingSums
+from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.options.cluster import Cluster
-from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.base import Request, Transport
+from aladdin_mpi.transport.virtual.endpoint import VirtualTransport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 
 SIZE, STEPS = 5, 4
@@ -32,7 +37,7 @@ def train(transport: Transport, made: list[Tensor]) -> list[tuple[float, ...]]:
         made.append(torch.zeros(2 * NUMEL))
         return made[-1]
 
-    sums, found = SurvivingSums("ring", transport, new_vector, torch.float32), []
+    sums, found = SurvivingSums("ring", transport, new_vector, torch.float32, BUCKETS), []
     for step in range(STEPS):
         for bucket in BUCKETS:
             sums.start(values_of(transport.rank, step, bucket), bucket)
@@ -59,7 +64,11 @@ def test_sums_are_equal_on_all_ranks_if_two_fail(first: int, second: int) -> Non
 def test_float64_is_summed_in_float64_after_a_failure() -> None:
     def main(transport: Transport) -> list[float]:
         sums = SurvivingSums(
-            "auto", transport, lambda: torch.zeros(9, dtype=torch.float64), torch.float64
+            "auto",
+            transport,
+            lambda: torch.zeros(9, dtype=torch.float64),
+            torch.float64,
+            [Bucket(0, 0, 9, 0)],
         )
         errors = []
         for _ in range(3):
@@ -90,3 +99,64 @@ def test_memory_of_an_abandoned_sum_is_not_used_again() -> None:
     cluster = Cluster(hosts=SIZE, bandwidth_gbit=8, latency_us=5, failures={4: FIRST})
     results = VirtualCluster(SIZE, cluster, 0).run(main)
     assert all(made is not None and made > 2 for made in results[:4])
+
+
+def sum_slowly(transport: Transport, name: str, dtype: torch.dtype, steps: int) -> None:
+    """Start sums of ranks at different times, and check them; they are exact in bf16."""
+
+    def new_vector() -> Tensor:
+        return torch.zeros(2 * NUMEL)
+
+    sums = SurvivingSums(name, transport, new_vector, dtype, BUCKETS)
+    for step in range(steps):
+        for bucket in BUCKETS:
+            transport.sleep(SECONDS * 0.3 * ((transport.rank + step) % 4))
+            value = float((transport.rank + 1) * (1 + step % 2))
+            sums.start(torch.full((bucket.numel,), value), bucket)
+        result = sums.finish()
+        expected = sum((rank + 1) * (1 + step % 2) for rank in result.ranks)
+        for _, total in result.totals:
+            assert torch.equal(total, torch.full_like(total, float(expected))), step
+    sums.settle()
+
+
+KINDS = [("ring", torch.float32), ("auto", torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), KINDS)
+def test_sums_are_right_after_a_dozen_failures(name: str, dtype: torch.dtype) -> None:
+    """Messages of all abandoned sums may still arrive."""
+    failures = {13 - number: (8 + 6 * number) * SECONDS for number in range(12)}
+    cluster = Cluster(hosts=14, bandwidth_gbit=8, latency_us=5, failures=failures)
+    VirtualCluster(14, cluster, 0).run(lambda each: sum_slowly(each, name, dtype, 30))
+
+
+@pytest.mark.parametrize(("name", "dtype"), KINDS)
+def test_sends_of_abandoned_sums_end(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closing the transport would wait for them."""
+    sent: list[tuple[int, int, Request]] = []
+    isend = VirtualTransport.isend
+
+    def noted(self: VirtualTransport, buffer: Tensor, dest: int, *given: Any) -> Request:
+        request = isend(self, buffer, dest, *given)
+        sent.append((self.rank, dest, request))
+        return request
+
+    monkeypatch.setattr(VirtualTransport, "isend", noted)
+    for delay in range(0, 20, 2):
+        sent.clear()
+        cluster = Cluster(
+            hosts=4, bandwidth_gbit=8, latency_us=5, failures={3: FIRST + delay * SECONDS}
+        )
+        VirtualCluster(4, cluster, 0).run(lambda each: sum_slowly(each, name, dtype, 10))
+        assert not [each for each in sent if 3 not in each[:2] and not each[2].done], delay
+
+
+def test_more_buckets_than_tags_are_refused() -> None:
+    def main(transport: Transport) -> None:
+        RingAllReduce(transport, torch.device("cpu"), torch.float32).start(torch.ones(9), TAGS)
+
+    with pytest.raises(UserError, match="--bucket-mb: "):
+        VirtualCluster(2, Cluster(hosts=2), 0).run(main)

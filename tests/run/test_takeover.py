@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from aladdin_mpi import DataParallel
+from aladdin_mpi.control.exchange import barrier
 from aladdin_mpi.errors import LostError, PeerFailedError, RefusedError
 from aladdin_mpi.options.algorithms import ALGORITHMS, find_algorithm
 from aladdin_mpi.options.cluster import Cluster
+from aladdin_mpi.session.session import Session
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 
@@ -249,3 +251,114 @@ def test_failure_during_setup_continues_from_the_same_state_again(
     outcome = play(plan, tmp_path / f"{'x' * max(1, length - len(str(tmp_path)))}" / "run")
     assert not outcome.reason
     check(plan, outcome)
+
+
+def test_failure_before_the_first_segment_of_a_group_repeats_no_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next group continues where this one would have."""
+    entered: list[float] = []
+    start_together = Session._start_together
+
+    def noted(session: Session) -> None:
+        if getattr(session._transport, "number", 0) == 2:
+            entered.append(session._transport.now())
+        start_together(session)
+
+    monkeypatch.setattr(Session, "_start_together", noted)
+    settings = {"checkpoint_every": "never", "jitter": 0.3, "eval_every": 0.0}
+    plan = Schedule("ar-sgd", 4, 0, 2, 192, {3: 8.0}, settings, 1, 5, False)
+    play(plan, tmp_path / "one failure")
+    plan.failures[2] = max(entered) + 3e-4
+    outcome = play(plan, tmp_path / "two failures")
+    check(plan, outcome)
+    (figures,) = filter(None, outcome.summaries.values())
+    assert 100 < figures["gradients_computed"] * BATCH <= 192
+
+
+class Growing(nn.Linear):
+    """A buffer that grows with each batch of training."""
+
+    batches: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(FEATURES, 1)
+        self.register_buffer("batches", torch.tensor([0.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.batches += 1
+        return super().forward(x)
+
+
+def resumable(transport: Transport, folder: Path, samples: int, **options: Any) -> list[float]:
+    """Train or resume a run with a checkpoint after 96 samples; return the buffer at each batch."""
+    torch.manual_seed(0)
+    module, seen = Growing(), []
+    if folder.exists():
+        options["resume"] = str(folder)
+    run = DataParallel(
+        module,
+        transport=transport,
+        run_dir=None if "resume" in options else folder,
+        samples=samples,
+        batch_size=BATCH,
+        lr=0.01,
+        compute_time=STEP_SECONDS,
+        checkpoint_every="48",
+        quiet=True,
+        **options,
+    )
+    for epoch in run.epochs(Points()):
+        for x, y in epoch:
+            seen.append(module.batches.item())
+            nn.functional.mse_loss(module(x), y).backward()
+            run.step()
+    return seen
+
+
+def test_failure_before_the_first_segment_of_a_resumed_run_skips_no_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def job(samples: int, failures: dict[int, float]) -> list[list[float] | None]:
+        cluster = Cluster(hosts=4, failures=failures)
+        options = {"algorithm": "ar-sgd", "spares": 1}
+        return VirtualCluster(4, cluster, 0).run(
+            lambda transport: resumable(transport, tmp_path / "run", samples, **options)
+        )
+
+    job(96, {2: 1e6})
+    start_together = Session._start_together
+
+    def together(session: Session) -> None:
+        """Meet as over MPI."""
+        transport = session._transport
+        if getattr(transport, "number", 1) == 1 and session.began_at == 96:
+            transport.sleep(1.0 if transport.rank == 2 else 0.0)
+            barrier(transport)
+        start_together(session)
+
+    monkeypatch.setattr(Session, "_start_together", together)
+    steps = [len(seen) for seen in job(192, {2: 0.5}) if seen is not None]
+    assert sum(steps) * BATCH == 96
+
+
+@pytest.mark.parametrize(("algorithm", "failed"), [("ar-sgd", 2), ("aladdin", 1)])
+@pytest.mark.parametrize("more", [0, 1])
+def test_resumed_ranks_without_state_start_from_buffers_of_others(
+    algorithm: str, failed: int, more: int, tmp_path: Path
+) -> None:
+    """One had failed when the checkpoint was written, another is new."""
+
+    def job(size: int, samples: int, failures: dict[int, float]) -> list[list[float] | None]:
+        options: dict[str, Any] = {"algorithm": algorithm}
+        if samples > 96:
+            options["allow_resize"] = bool(more)
+        return VirtualCluster(size, Cluster(hosts=size, failures=failures), 0).run(
+            lambda transport: resumable(transport, tmp_path / "run", samples, **options)
+        )
+
+    job(4, 96, {failed: 8.3})
+    first = [seen[0] for seen in job(4 + more, 192, {failed: 1e6}) if seen]
+    assert len(first) == 4 + more - (algorithm == "aladdin")
+    assert min(first) > 3
