@@ -101,16 +101,15 @@ def test_memory_of_an_abandoned_sum_is_not_used_again() -> None:
     assert all(made is not None and made > 2 for made in results[:4])
 
 
-def sum_slowly(transport: Transport, name: str, dtype: torch.dtype, steps: int) -> None:
+def sum_slowly(
+    transport: Transport, name: str, dtype: torch.dtype, steps: int, numel: int, lag: float
+) -> None:
     """Start sums of ranks at different times, and check them; they are exact in bf16."""
-
-    def new_vector() -> Tensor:
-        return torch.zeros(2 * NUMEL)
-
-    sums = SurvivingSums(name, transport, new_vector, dtype, BUCKETS)
+    buckets = [Bucket(0, 0, numel, 0), Bucket(1, numel, 2 * numel, 0)]
+    sums = SurvivingSums(name, transport, lambda: torch.zeros(2 * numel), dtype, buckets)
     for step in range(steps):
-        for bucket in BUCKETS:
-            transport.sleep(SECONDS * 0.3 * ((transport.rank + step) % 4))
+        for bucket in buckets:
+            transport.sleep(lag * ((transport.rank + step) % 4))
             value = float((transport.rank + 1) * (1 + step % 2))
             sums.start(torch.full((bucket.numel,), value), bucket)
         result = sums.finish()
@@ -128,7 +127,9 @@ def test_sums_are_right_after_a_dozen_failures(name: str, dtype: torch.dtype) ->
     """Messages of all abandoned sums may still arrive."""
     failures = {13 - number: (8 + 6 * number) * SECONDS for number in range(12)}
     cluster = Cluster(hosts=14, bandwidth_gbit=8, latency_us=5, failures=failures)
-    VirtualCluster(14, cluster, 0).run(lambda each: sum_slowly(each, name, dtype, 30))
+    VirtualCluster(14, cluster, 0).run(
+        lambda each: sum_slowly(each, name, dtype, 30, NUMEL, 0.3 * SECONDS)
+    )
 
 
 @pytest.mark.parametrize(("name", "dtype"), KINDS)
@@ -145,12 +146,14 @@ def test_sends_of_abandoned_sums_end(
         return request
 
     monkeypatch.setattr(VirtualTransport, "isend", noted)
-    for delay in range(0, 20, 2):
+    for delay in range(12):
         sent.clear()
         cluster = Cluster(
             hosts=4, bandwidth_gbit=8, latency_us=5, failures={3: FIRST + delay * SECONDS}
         )
-        VirtualCluster(4, cluster, 0).run(lambda each: sum_slowly(each, name, dtype, 10))
+        VirtualCluster(4, cluster, 0).run(
+            lambda each: sum_slowly(each, name, dtype, 4, 5 * NUMEL, 2.5 * SECONDS)
+        )
         assert not [each for each in sent if 3 not in each[:2] and not each[2].done], delay
 
 
