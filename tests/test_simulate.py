@@ -132,3 +132,9 @@ def test_simulation_prints_progress_and_table(tmp_path: Path) -> None:
     assert str(tmp_path / "run") in completed.stdout
     assert re.search(r"engine +virtual\n", completed.stdout)
     assert not re.findall(r"[^\n\x20-\x7e]", completed.stdout + completed.stderr)
+
+
+def test_simulation_in_which_every_rank_fails_is_an_error(tmp_path: Path) -> None:
+    every = ["--failures", "0=0,1=0,2=0", "--workers", 2, "--samples", 64]
+    completed = simulate(tmp_path / "run", *every, check=False)
+    check_names(refusal(completed), "--failures", "all 3 ranks")

@@ -31,6 +31,7 @@ from torch import Tensor
 from aladdin_mpi.accelerator import is_accelerator
 from aladdin_mpi.codec.base import DenseWire, GradientCodec, ModelDecoder, ModelEncoder
 from aladdin_mpi.flat.layout import Bucket, Layout
+from aladdin_mpi.flat.vectors import full
 from aladdin_mpi.transport.base import Event
 
 FEWEST = 0.8
@@ -194,7 +195,9 @@ class DeepGradientCompression(GradientCodec):
         if whole and self.left is None:
             return self._wire.compress(bucket, values, samples, out)
         if self.left is None:
-            self.left = torch.zeros(self._numel, dtype=values.dtype, device=values.device)
+            # In bf16, a sum of many small gradients would stop growing.
+            dtype = full(values.dtype)
+            self.left = torch.zeros(self._numel, dtype=dtype, device=values.device)
         left = self.left[bucket.part].add_(values)
         message = self._take(left) if whole else self._take_largest(bucket, left, samples)
         return self._wire.stage(message, out[: message.numel()])
@@ -250,7 +253,9 @@ class DeepGradientCompression(GradientCodec):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore ``v``."""
         saved = state["left"]
-        self.left = None if saved is None else saved.to(self._wire.device, copy=True)
+        self.left = (
+            None if saved is None else saved.to(self._wire.device, full(saved.dtype), copy=True)
+        )
 
     def scale_held_back(self, factor: float) -> None:
         """Scale ``v``."""

@@ -34,6 +34,7 @@ from aladdin_mpi.optimizers.script_access import (
     initial_state,
     numbers,
     numeric_names,
+    plain,
     portable,
     write_numbers,
 )
@@ -346,7 +347,7 @@ class TorchOptimizer(Optimizer):
             ],
             "groups": [hyperparameters(group) for group in self.given.param_groups],
             "steps": self._steps,
-            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "scheduler": None if self.scheduler is None else plain(self.scheduler.state_dict()),
             "inherited": self._inherited.state_dict(),
         }
 

@@ -18,6 +18,12 @@ Make = Callable[..., "torch.optim.Optimizer"]
 WANT_MORE = ("LBFGS", "SparseAdam")
 """Unsupported optimizers: one requires a closure, the other sparse gradients."""
 BETAS = {"beta1": 0, "beta2": 1}
+OTHER_OPTIONS = {
+    "params": "",
+    "lr": "; use --lr",
+    "weight_decay": "; use --weight-decay",
+}
+"""Arguments that are not settings, and the options for them."""
 
 
 def known() -> dict[str, Make]:
@@ -59,12 +65,11 @@ def arguments(make: Make, settings: Mapping[str, float]) -> dict[str, Any]:
     converted: dict[str, Any] = {}
     for name, value in settings.items():
         target = "betas" if name in BETAS and name not in parameters else name
-        if target not in parameters:
-            numeric = [each for each in parameters if each not in ("params", "lr", "weight_decay")]
+        if target not in parameters or target in OTHER_OPTIONS:
+            numeric = [each for each in parameters if each not in OTHER_OPTIONS]
             names = ", ".join(numeric).replace("betas", ", ".join(BETAS))
-            raise UserError(
-                f"--optimizer-options: expected one of {names}, got {name!r}; use one of these"
-            )
+            remedy = OTHER_OPTIONS.get(target) or "; use one of these"
+            raise UserError(f"--optimizer-options: expected one of {names}, got {name!r}{remedy}")
         default = parameters[target].default
         if target == "betas":
             pair = list(converted.get("betas", default))

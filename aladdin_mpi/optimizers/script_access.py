@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -32,7 +33,7 @@ def initial_state(given: torch.optim.Optimizer, segments: list[Segment]) -> dict
     states = [given.state.get(segment.parameter, {}) for segment in segments]
     joined: dict[str, Any] = {}
     for name, value in states[0].items():
-        if _is_by_value(value, segments[0].parameter):
+        if _is_by_value(name, value, segments[0].parameter):
             pairs = zip(states, segments, strict=True)
             joined[name] = torch.cat([_in_memory(state[name], segment) for state, segment in pairs])
         else:
@@ -41,20 +42,28 @@ def initial_state(given: torch.optim.Optimizer, segments: list[Segment]) -> dict
 
 
 def alike(given: torch.optim.Optimizer, one: nn.Parameter, other: nn.Parameter) -> bool:
-    """Return whether the parameters' states are equal, except for tensors of their shape."""
+    """Return whether the parameters' states are equal, except for the values of tensors."""
 
     def rest(parameter: nn.Parameter) -> dict[str, Any]:
         return {
-            name: value.tolist() if isinstance(value, torch.Tensor) else value
+            name: None
+            if _is_by_value(name, value, parameter)
+            else value.tolist()
+            if isinstance(value, torch.Tensor)
+            else value
             for name, value in given.state.get(parameter, {}).items()
-            if not _is_by_value(value, parameter)
         }
 
     return rest(one) == rest(other)
 
 
-def _is_by_value(value: object, parameter: nn.Parameter) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0
+COUNTERS = ("step", "eta", "mu", "mu_product")
+"""States of torch's optimizers that are scalars for parameters of any shape."""
+
+
+def _is_by_value(name: str, value: object, parameter: nn.Parameter) -> bool:
+    is_alike = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+    return is_alike and (parameter.dim() > 0 or name not in COUNTERS)
 
 
 def _in_memory(values: Tensor, segment: Segment) -> Tensor:
@@ -76,12 +85,20 @@ IMPLEMENTATION = ("capturable", "foreach", "fused")
 
 
 def hyperparameters(group: dict[str, Any]) -> Hyperparameters:
-    """Return the hyperparameters of ``group``, with scalar tensors as numbers."""
-    return {
-        name: value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
-        for name, value in group.items()
-        if name not in ("params", "param_names")
-    }
+    """Return the hyperparameters of ``group``, with scalar tensors and NumPy's as numbers."""
+    names = group.keys() - {"params", "param_names"}
+    return {name: plain(value) for name, value in group.items() if name in names}
+
+
+def plain(value: Any) -> Any:
+    """Return ``value`` with scalar tensors and NumPy's scalars as numbers, also in containers."""
+    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.dim() == 0):
+        return value.item()
+    if type(value) in (tuple, list):
+        return type(value)(map(plain, value))
+    if type(value) is dict:
+        return {name: plain(each) for name, each in value.items()}
+    return value
 
 
 def portable(group: dict[str, Any]) -> Hyperparameters:

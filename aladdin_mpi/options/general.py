@@ -480,7 +480,7 @@ class GeneralOptions(BaseModel):
         None, "time of one step, for --compute timed", "SECONDS"
     )
     jitter: NonNegativeFloat = computing_option(
-        0.0, "relative standard deviation of step times (log-normal)", "FRACTION"
+        0.0, "standard deviation of the logarithm of step times", "FRACTION"
     )
     slowdown: dict[Worker, Factor] = computing_option(
         {},

@@ -284,4 +284,9 @@ def _typed_value(leaf: Leaf, given: Any) -> Any:
                 f"{leaf.flag}: expected {leaf.metavar}, got {item!r}; "
                 f"write for example {leaf.flag} 0=2"
             )
-    return dict(item.split("=", 1) for item in items)
+    pairs = dict(item.split("=", 1) for item in items)
+    if len(pairs) < len(items):
+        keys = [item.split("=", 1)[0] for item in items]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise UserError(f"{leaf.flag}: {twice} is given twice; keep one")
+    return pairs

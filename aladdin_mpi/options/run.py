@@ -5,7 +5,7 @@ Also which options may differ between ranks, and which may change when a run is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -358,6 +358,14 @@ BETWEEN_HOSTS = [("cluster", name) for name in ("bandwidth_gbit", "latency_us", 
 """Settings of the links that one simulated host does not use."""
 
 
+def check_survivors(results: Sequence[object]) -> None:
+    """Raise a UserError if every simulated rank has failed: its result is None."""
+    if all(each is None for each in results):
+        raise UserError(
+            f"--failures: all {len(results)} ranks fail before the end of the run. Leave some out."
+        )
+
+
 def unused(options: RunOptions, given: Settings) -> dict[str, str]:
     """Return the options on the command line that have no effect, with a remedy for each.
 
@@ -376,6 +384,7 @@ def unused(options: RunOptions, given: Settings) -> dict[str, str]:
         for name in COMPRESSIONS
     }
     remedy = f"with --algorithm {options.algorithm}. Leave it out."
+    other = f"with --optimizer {options.optimizer}. Use --optimizer-options, or leave it out."
     is_one_host = isinstance(options, SimulateOptions) and options.cluster.hosts == 1
     result = {}
     for path, setting in given.items():
@@ -383,6 +392,8 @@ def unused(options: RunOptions, given: Settings) -> dict[str, str]:
             continue
         if path[0] in GROUPS - used:
             result[setting.origin] = remedies.get(path[0], remedy)
+        elif path in (("momentum",), ("nesterov",)) and options.optimizer != "sgd":
+            result[setting.origin] = other
         elif path in BETWEEN_HOSTS and is_one_host:
             result[setting.origin] = "with one host. Add --hosts N, or leave it out."
     return result

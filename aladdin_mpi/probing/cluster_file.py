@@ -269,7 +269,7 @@ def described_sections(options: ProbeOptions) -> list[Section]:
     about = "seconds of a step" + ("" if step is None else " without slowdown")
     steps = [
         _entry("compute_time", step, default, about),
-        _entry("jitter", options.jitter, 0, "relative standard deviation of a step's time"),
+        _entry("jitter", options.jitter, 0, "standard deviation of the logarithm of a step's time"),
     ]
     if slow := _slow_workers(options):
         steps.append(FileEntry("slowdown", slow, SLOW))

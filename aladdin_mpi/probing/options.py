@@ -85,7 +85,7 @@ class ProbeOptions(BaseModel):
         le=LONGEST_STEP,
     )
     jitter: float | None = _described(
-        None, "relative standard deviation of step times", unit="FRACTION", ge=0, le=10
+        None, "standard deviation of the logarithm of step times", unit="FRACTION", ge=0, le=10
     )
     slowdown: dict[Worker, Factor] = _described(
         {}, "slowdown factors of workers, counted from 0, such as 0=10", unit="WORKER=FACTOR"

@@ -630,9 +630,19 @@ class DataParallel:
 
         Args:
             loss: of the batch, as it is passed to :meth:`step`.
+
+        Raises:
+            UserError: the parameters are in float16.
         """
         with self._error_wording():
-            return self._ready().worker.current.scale_loss(loss)
+            worker = self._ready().worker
+            if worker.parameters.dtype == torch.float16:
+                raise UserError(
+                    "run.scale(): the parameters are float16, in which small gradients become zero "
+                    "when they are divided by the scale. Keep parameters in float32, and compute "
+                    "in float16 with torch.autocast()."
+                )
+            return worker.current.scale_loss(loss)
 
     def clip_grad_norm_(self, max_norm: float) -> None:
         """Clip the gradient of this step, between ``backward()`` and :meth:`step`.

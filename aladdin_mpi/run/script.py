@@ -18,7 +18,7 @@ from typing import Any
 
 from aladdin_mpi.errors import SuspendedError, UserError
 from aladdin_mpi.options.algorithms import find_algorithm
-from aladdin_mpi.options.run import SimulateOptions, check_cluster
+from aladdin_mpi.options.run import SimulateOptions, check_cluster, check_survivors
 from aladdin_mpi.options.settings import Settings
 from aladdin_mpi.process.guard import exit_called
 from aladdin_mpi.transport.base import Transport
@@ -111,7 +111,7 @@ def simulate_script(script: Path, arguments: Sequence[str], typed: Settings) -> 
     silence = options.worker_timeout or None
     cluster = VirtualCluster(size, options.cluster.placed(servers), options.seed, silence=silence)
 
-    def rank(transport: Transport) -> None:
+    def rank(transport: Transport) -> bool:
         simulated = SimulatedRank(typed, transport)
         _rank.set(simulated)
         try:
@@ -125,8 +125,9 @@ def simulate_script(script: Path, arguments: Sequence[str], typed: Settings) -> 
                 raise exit_called(error) from error
             if error.code:
                 raise
+        return True
 
-    cluster.run(rank)
+    check_survivors(cluster.run(rank))
 
 
 def script_options(

@@ -21,7 +21,7 @@ from aladdin_mpi.errors import UserError
 from aladdin_mpi.hooks.checkpoints import CheckpointStore
 from aladdin_mpi.hooks.measurement import Measurement, Sums, reestimate_batch_norm
 from aladdin_mpi.options.algorithms import find_algorithm
-from aladdin_mpi.options.run import RunOptions, SimulateOptions, check_cluster
+from aladdin_mpi.options.run import RunOptions, SimulateOptions, check_cluster, check_survivors
 from aladdin_mpi.process.guard import no_exit
 from aladdin_mpi.run.data_parallel import DataParallel
 from aladdin_mpi.session.plan import samples_of
@@ -199,4 +199,5 @@ def simulate(options: SimulateOptions) -> dict[str, Any]:
     silence = options.worker_timeout or None
     cluster = VirtualCluster(size, options.cluster.placed(servers), options.seed, start, silence)
     summaries = cluster.run(lambda transport: train(options, transport))
+    check_survivors(summaries)
     return next(filter(None, summaries), {})  # of the rank that was rank 0 at the end

@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    LRScheduler,
+    OneCycleLR,
+    ReduceLROnPlateau,
+)
 
 from aladdin_mpi.data.user_code import import_function
 from aladdin_mpi.errors import UserError
@@ -197,7 +202,8 @@ def check_length(own: UserOptimizer, steps: int) -> None:
 def _check_scheduler(optimizer: torch.optim.Optimizer, scheduler: object) -> None:
     if scheduler is None:
         return
-    if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
+    unsuitable = (ReduceLROnPlateau, ChainedScheduler)
+    if isinstance(scheduler, unsuitable) or not isinstance(scheduler, LRScheduler):
         raise UserError(
             "scheduler: expected a torch scheduler that advances with every step, got "
             f"{type(scheduler).__name__}; leave it out, and set the rate in "

@@ -350,6 +350,8 @@ class GradientPass:
                 self.check.refuse()
                 clear(self._computed)
             self.check.clear_if_refused(self._computed)
+            for bucket in stages.layout.buckets:
+                self._mark(bucket)  # again: marks are values, which may have been cleared
         for bucket in self._local:
             self._pass_on(bucket)
 
@@ -388,9 +390,9 @@ class GradientPass:
         stages, values = self._stages, bucket.of(self._computed)
         if self.loss_scale != 1.0:
             scale(values, 1 / self.loss_scale)
-        self._mark(bucket)
         if self._is_real:
             self.check.look(values, bucket.index)
+        self._mark(bucket)
         if stages.adder is not None and self._is_held_back:
             self._local.append(bucket)
         else:

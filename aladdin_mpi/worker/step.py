@@ -40,7 +40,7 @@ class StepTimeModel:
     Args:
         seconds: duration of a step on a worker without slowdown; None: real time.
         slowdown: this worker's slowdown factor, >= 1.
-        jitter: relative standard deviation of a step's duration (lognormal).
+        jitter: standard deviation of the logarithm of a step's duration.
         seed: random seed of the jitter; different for each worker.
         forward: the forward pass's share of a simulated step.
         backward: progress of a simulated backward pass; empty: linear.

@@ -415,3 +415,18 @@ def test_dgc_sends_bucket_without_matrices_whole() -> None:
     codec = DeepGradientCompression(wire, cut(6, 1, 1.0, 1.0), [(2,), (4,)], lambda samples: 0.01)
     assert codec.longest(_bucket(6), 0) == 6
     assert codec.always_sent(_bucket(6)) == 6
+
+
+def test_small_gradients_in_bf16_add_up() -> None:
+    """In bf16, a sum of 1000 times 0.001 would stay at 0.5."""
+    layout = cut(1000, 1, 1.0, 1.0)
+    (bucket,) = layout.buckets
+    codec = DeepGradientCompression(wire_of(), layout, [(10, 100)], lambda samples: 0.001)
+    gradient = torch.full((1000,), 1e-3, dtype=torch.bfloat16)
+    gradient[0] = 1.0  # the value that is sent
+    sent = torch.zeros(1000)
+    for samples in range(1000):
+        message, _ = codec.compress(bucket, gradient.clone(), samples, torch.zeros(1000))
+        codec.add(bucket, message, sent)
+    assert codec.left is not None
+    assert (sent + codec.left)[1].item() == pytest.approx(1.0, rel=0.01)

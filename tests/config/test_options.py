@@ -143,6 +143,12 @@ def test_list_options_accept_commas_words_and_repetition(given: str) -> None:
     assert read(f"--lr-schedule step --lr-steps {given}").lr_steps == (10, 20, 25)
 
 
+@pytest.mark.parametrize("given", ["0=2,0=3", "0=2 3=1 --slowdown 3=2"])
+def test_key_given_twice_is_refused(given: str) -> None:
+    with pytest.raises(UserError, match=r"--slowdown: [03] is given twice"):
+        read(f"--slowdown {given}")
+
+
 @pytest.mark.parametrize("given", ["0=2,3=1.5", "0=2 3=1.5", "0=2 --slowdown 3=1.5"])
 def test_mapping_options_accept_commas_words_and_repetition(given: str) -> None:
     assert read(f"--slowdown {given}").slowdown == {0: 2.0, 3: 1.5}

@@ -54,6 +54,12 @@ def test_options_of_selected_algorithm_count_as_used() -> None:
     assert unused_options("--compression dgc --dgc-ratio 0.1") == {}
 
 
+def test_momentum_is_that_of_sgd() -> None:
+    assert unused_options("--momentum 0.5 --nesterov") == {}
+    ignored = unused_options("--optimizer adamw --momentum 0.5 --nesterov")
+    assert set(ignored) == {"--momentum", "--nesterov"}
+
+
 def test_unused_options_of_other_algorithms_are_named_with_remedy() -> None:
     ignored = unused_options("--algorithm bsp --aladdin-pi 2 --no-shat-self-update")
     assert set(ignored) == {"--aladdin-pi", "--shat-self-update"}

@@ -573,3 +573,56 @@ def test_parameter_groups_follow_patterns() -> None:
     }
     with pytest.raises(UserError, match=r"--lr-factors: .*'head\.\*'"):
         groups(model, 0.1, 0.01, {"head.*": 1.0}, {})
+
+
+def after_loading(
+    make: Make, shapes: list[tuple[int, ...]], unused: int | None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return parameters after two plain steps and a third one: torch's, and on a flat vector."""
+    torch.manual_seed(0)
+    model = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
+    plainly = make(model.parameters())
+    for _ in range(2):
+        for number, parameter in enumerate(model):
+            parameter.grad = None if number == unused else torch.ones_like(parameter)
+        plainly.step()
+    copied = copy.deepcopy(model)
+    given = make(copied.parameters())
+    given.load_state_dict(copy.deepcopy(plainly.state_dict()))
+    replica = Replica(copied)
+    flat = TorchOptimizer(given, copied, replica.parameters)
+    for parameter in model:
+        parameter.grad = torch.ones_like(parameter)
+    plainly.step()
+    flat.step(replica.parameters, torch.ones_like(replica.parameters), 1.0)
+    return [*model], [*copied]
+
+
+@pytest.mark.parametrize("unused", [None, 0, 1])
+def test_state_of_some_parameters_is_continued(unused: int | None) -> None:
+    """SGD has no momentum yet for a parameter that has not been used."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    for one, other in zip(*after_loading(make, [(3, 2), (4,)], unused), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    "kind", ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adagrad", "Adamax", "RMSprop", "ASGD"]
+)
+def test_state_of_a_scalar_parameter_is_continued(kind: str) -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        more = {"momentum": 0.9} if kind == "SGD" else {}
+        made: torch.optim.Optimizer = getattr(torch.optim, kind)(parameters, lr=0.1, **more)
+        return made
+
+    for one, other in zip(*after_loading(make, [(3, 2), (), (4,)], None), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "params"])
+def test_options_of_the_run_are_refused_as_settings(name: str) -> None:
+    with pytest.raises(UserError, match=naming("--optimizer-options", f"'{name}'")):
+        arguments(torch.optim.AdamW, {name: 0.5})

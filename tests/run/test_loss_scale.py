@@ -7,10 +7,18 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+from aladdin_mpi import DataParallel
 from aladdin_mpi.control.budget import FIRST_EXPONENT
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.cluster import Cluster
+from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.virtual.engine import VirtualCluster
 from tests.commands import summary, train
 from tests.launch import needs
+from tests.messages import naming
 from tests.run.program_runs import run_program
 
 pytestmark = needs("openmpi")
@@ -56,3 +64,24 @@ def test_overflowing_gradient_is_skipped_and_halves_the_loss_scale_everywhere(
 def test_model_learns_in_float16(tmp_path: Path) -> None:
     train(3, tmp_path / "run", "--precision", "fp16", "--epochs", 2)
     assert summary(tmp_path / "run")["test_accuracy"] > 0.9
+
+
+def test_scale_is_refused_for_parameters_in_float16(tmp_path: Path) -> None:
+    """As by torch's GradScaler: gradients would be divided in float16."""
+    module = nn.Linear(2, 1).half()
+
+    def main(transport: Transport) -> None:
+        run = DataParallel(
+            module,
+            transport=transport,
+            algorithm="ar-sgd",
+            run_dir=tmp_path / "run",
+            steps=1,
+            batch_size=1,
+            compute_time=1.0,
+        )
+        for x in run.batches(torch.ones(4, 2).half()):
+            run.scale(module(x).sum()).backward()
+
+    with pytest.raises(UserError, match=naming("run.scale():", "float16", "autocast")):
+        VirtualCluster(1, Cluster(hosts=1), 0).run(main)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -139,3 +140,52 @@ def test_one_cycle_scheduler_that_ends_before_the_run_is_refused(
     else:
         with pytest.raises(UserError, match=naming(*names)):
             train(tmp_path, model, optimizer, backward, scheduler=scheduler)
+
+
+def test_chained_scheduler_is_refused(tmp_path: Path) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rates = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    chained = torch.optim.lr_scheduler.ChainedScheduler([rates], optimizer)
+    with pytest.raises(UserError, match=naming("scheduler:", "ChainedScheduler")):
+        train(tmp_path, model, optimizer, lambda step: INPUTS[step], scheduler=chained)
+
+
+@pytest.mark.parametrize("algorithm", ["ar-sgd", "bsp"])
+def test_rates_of_numpy_are_numbers(tmp_path: Path, algorithm: str) -> None:
+    """On servers too, and in checkpoints, which are read without NumPy's types."""
+
+    def final(kind: Callable[[float], float], steps: int) -> Tensor:
+        folder = tmp_path / kind.__name__
+        resumed = {"resume": str(folder)} if folder.exists() else {"run_dir": folder}
+
+        def main(transport: Transport) -> Tensor:
+            model = network()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(
+                optimizer, lambda step: kind(np.cos(step / 4) ** 2)
+            )
+            run = DataParallel(
+                model,
+                optimizer=optimizer,
+                scheduler=scheduler,
+                transport=transport,
+                algorithm=algorithm,
+                steps=steps,
+                batch_size=1,
+                compute_time=0.01,
+                quiet=True,
+                **resumed,
+            )
+            for step, _ in enumerate(run.batches(range(1))):
+                loss = loss_of(model(INPUTS[step % STEPS]))
+                loss.backward()
+                run.step(loss)
+            return torch.cat([each.detach().view(-1) for each in model.parameters()])
+
+        size = 1 if algorithm == "ar-sgd" else 2
+        models: list[Any] = VirtualCluster(size, Cluster(hosts=1), 0).run(main)
+        return models[-1]
+
+    for steps in (STEPS, 2 * STEPS):
+        assert torch.equal(final(np.float64, steps), final(float, steps))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -253,3 +254,30 @@ def test_run_that_skips_unused_parameters_prints_no_warning(
 ) -> None:
     train(tmp_path, "asp", 2, None, wire="int8")
     assert "does not use" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("settings", [{}, {"clip": 1e9}], ids=["", "held back"])
+def test_refused_gradient_does_not_step_unused_parameters(settings: dict[str, Any]) -> None:
+    """Weight decay would change them."""
+    model = nn.ParameterDict({"used": torch.ones(3), "unused": torch.ones(3)})
+
+    def main(transport: Transport) -> None:
+        run = DataParallel(
+            model,
+            transport=transport,
+            algorithm="ar-sgd",
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1),
+            steps=3,
+            batch_size=1,
+            compute_time=1.0,
+            quiet=True,
+            **settings,
+        )
+        for step, _ in enumerate(run.batches(range(1))):
+            loss = model["used"].sum() * (nan if step == 1 else 1.0)
+            loss.backward()
+            run.step(loss)
+
+    VirtualCluster(1, Cluster(hosts=1), 0).run(main)
+    assert torch.equal(model["unused"].detach(), torch.ones(3))
+    assert model["used"].detach().isfinite().all() and (model["used"] < 1).all()
