@@ -50,6 +50,11 @@ class ArSgdWorker(TrainingWorker):
         else:
             self.all_reduce = self._make(codec, options)
 
+    def assist(self) -> None:
+        """Take part in the sums of workers that a failure has interrupted."""
+        if self.surviving is not None:
+            self.surviving.assist()
+
     def _make(self, codec: SumCodec, options: ArSgdOptions) -> AllReduce:
         transport, layout = self.worker.transport, self.worker.layout
         if isinstance(codec, DeepGradientCompression):

@@ -182,6 +182,10 @@ class DilocoWorker(TrainingWorker):
         super().resize(merged)
         copy(self.theta, self.x)
 
+    def assist(self) -> None:
+        """Take part in the sums of workers that a failure has interrupted."""
+        self.sums.assist()
+
     def close(self) -> None:
         """Close the worker and the all-reduce library."""
         super().close()

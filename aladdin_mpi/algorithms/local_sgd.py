@@ -81,6 +81,10 @@ class LocalSgdWorker(TrainingWorker):
             add(bucket.of(self.base), total, alpha=1 / len(ranks))
         copy(self.x, self.base)
 
+    def assist(self) -> None:
+        """Take part in the sums of workers that a failure has interrupted."""
+        self.sums.assist()
+
     def close(self) -> None:
         """Close the worker and the all-reduce library."""
         super().close()

@@ -94,6 +94,8 @@ class SurvivingSums:
         self._last: list[Bucket] = []
         """The buckets of the last complete step, in order."""
         self._is_broken = False
+        self._has_sums = False
+        """Whether the sums of this step have been received in :meth:`assist`."""
         self._all_reduce = self._make()
         transport.on_failure(self._lose)
         self._lose_failed()
@@ -132,7 +134,8 @@ class SurvivingSums:
 
     def finish(self) -> Sums:
         """Wait for the step's sums, which are written into the values passed to :meth:`start`."""
-        has_sums, ranks = False, self._members
+        has_sums, ranks = self._has_sums, self._members
+        self._has_sums = False
         while not has_sums:
             ranks = self._members
             try:
@@ -172,6 +175,14 @@ class SurvivingSums:
             self._regroup(agreement)
             self._send_last_sums(agreement)
             agreement = self._agree(is_at_end=True)
+
+    def assist(self) -> None:
+        """Between steps: regroup if a member has failed, since others may wait for it.
+
+        Those that lack the sums of the last step receive them from this rank.
+        """
+        if not self._has_sums and self._transport.failed.intersection(self._members):
+            self._has_sums = self._recover()
 
     # -- after a failure --------------------------------------------------------------------
     def _lose(self, rank: int) -> None:
@@ -306,6 +317,10 @@ class PlainSums:
 
     def settle(self) -> None:
         """End the segment; no rank needs another's sums."""
+        return
+
+    def assist(self) -> None:
+        """Do nothing: no rank repeats a step's sums."""
         return
 
     def describe(self) -> str:

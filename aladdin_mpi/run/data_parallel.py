@@ -67,6 +67,7 @@ from aladdin_mpi.session.coordinator import RunHook
 from aladdin_mpi.session.user_optimizer import OptimizerInput, resolve, settings_for
 from aladdin_mpi.transport.base import Transport, once
 from aladdin_mpi.transport.checksums import ChecksumTransport
+from aladdin_mpi.worker.role import TrainingWorker
 
 
 class DataParallel:
@@ -498,7 +499,9 @@ class DataParallel:
         self._servers = rank.context.servers
         self.is_server = rank.context.is_server
         if not self.is_server:
-            self._reductions.connect(rank.worker, self.algorithm)
+            role = rank.session.role
+            assert isinstance(role, TrainingWorker)
+            self._reductions.connect(rank.worker, self.algorithm, role.assist)
             self._loop.follow(rank, data.source(rank.worker, rank.session.origin.past))
 
     def _worker_batches(self, runner: ElasticRunner) -> Iterator[Any]:

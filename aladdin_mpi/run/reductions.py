@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import inf
 from typing import NamedTuple
 
@@ -93,19 +93,23 @@ class Reductions:
         self._arrived: dict[int, deque[_Call]] = {}
         self._mine: _Call | None = None
         """This worker's present call, until it can be completed."""
+        self._is_awake = True
 
-    def connect(self, worker: Worker, algorithm: Algorithm) -> None:
-        """Continue in a group of ranks."""
-        self._algorithm = algorithm
+    def connect(self, worker: Worker, algorithm: Algorithm, assist: Callable[[], None]) -> None:
+        """Continue in a group of ranks.
+
+        ``assist`` takes part in what ranks that a failure has interrupted may wait for.
+        """
+        self._algorithm, self._assist = algorithm, assist
         self._rank, self._first = worker.whole.rank, worker.servers
-        self._mine, self._place = None, Place(self._place.epoch)
+        self._mine, self._place, self._is_awake = None, Place(self._place.epoch), True
         transport = self._transport = worker.whole
         workers = range(worker.servers, transport.size)
         self._arrived = {rank: deque() for rank in workers if rank != transport.rank}
         if self._arrived:
             nbytes = 8 * len(_Call._fields)
             transport.on_message(Tag.AMONG_WORKERS, nbytes, self._arrive, as_numbers=True)
-            transport.on_failure(lambda rank: self._wake_if_complete())
+            transport.on_failure(lambda rank: self._wake_after_failure())
 
     # -- the worker's place in its loop ---------------------------------------------------------
     def move(self, place: Place) -> None:
@@ -167,13 +171,11 @@ class Reductions:
         self._check_algorithm()
         transport = self._transport
         call = _Call(self._progress.reductions, *self._place, len(mine), float(mine[:1].sum()))
-        ready = transport.irecv(_nothing(), self._rank, Tag.SUM_READY)
         with transport.atomic():
             self._mine = call
             for rank in set(self._arrived) - transport.failed:
                 transport.isend(call, rank, Tag.AMONG_WORKERS)
-            self._wake_if_complete()
-        self._wait(ready)
+        self._await_others()
         calls = {rank: each.popleft() for rank, each in self._arrived.items() if each}
         self._check(call, calls)
         if len(mine) == 1:
@@ -184,6 +186,25 @@ class Reductions:
         else:
             values = self._exchange(mine, calls)
         return {**values, self._rank: mine}
+
+    def _await_others(self) -> None:
+        """Wait until all surviving workers have made this call.
+
+        After a failure, some may first have to repeat a step, for which they need this worker.
+        """
+        transport, failed = self._transport, 0
+        while self._mine is not None:
+            ready = transport.irecv(_nothing(), self._rank, Tag.SUM_READY)
+            with transport.atomic():
+                self._is_awake = False
+                self._wake_if_complete()
+                # The last call may have arrived, or a rank may have failed, since the last wait.
+                if self._mine is None or len(transport.failed) > failed:
+                    self._wake()
+            self._wait(ready)
+            failed = len(transport.failed)
+            self._assist()
+            self._check_revoked()
 
     def _wait(self, ready: Request) -> None:
         try:
@@ -227,8 +248,18 @@ class Reductions:
         missing = [rank for rank, calls in self._arrived.items() if not calls]
         if transport.failed.issuperset(missing) or any(not _agree(mine, each) for each in first):
             self._mine = None
-            # Handlers cannot wake a waiting thread, but a message can.
-            transport.isend(_nothing(), transport.rank, Tag.SUM_READY)
+            self._wake()
+
+    def _wake_after_failure(self) -> None:
+        self._wake_if_complete()
+        if self._mine is not None:
+            self._wake()
+
+    def _wake(self) -> None:
+        """End the present wait: handlers cannot wake a waiting thread, but a message can."""
+        if not self._is_awake:
+            self._is_awake = True
+            self._transport.isend(_nothing(), self._transport.rank, Tag.SUM_READY)
 
     # -- refusals -----------------------------------------------------------------------------
     def _check_algorithm(self) -> None:

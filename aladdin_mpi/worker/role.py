@@ -180,6 +180,13 @@ class TrainingWorker(Role):
         """Apply the script's projections to the own model after a step."""
         self.worker.project(self.own_model)
 
+    def assist(self) -> None:
+        """Take part in repeated sums of other workers, after a failure, between two steps.
+
+        Does nothing by default.
+        """
+        return
+
     def close(self) -> None:
         """Detach from the user's model."""
         self.worker.close()

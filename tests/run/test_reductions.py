@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from aladdin_mpi.allreduce.surviving import Sums, SurvivingSums
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import ALGORITHMS
 from aladdin_mpi.options.cluster import Cluster
@@ -303,3 +304,55 @@ def test_evaluation_is_shared_over_mpi(tmp_path: Path) -> None:
     assert json.loads(sums)[::2] == [55.0] * 6
     assert completed.returncode != 0 and "after the loop" not in completed.stdout
     check_names(completed.stderr, "run.reduce()", "has not called it", "run.is_first")
+
+
+@pytest.mark.parametrize(("by", "wire"), [("mpi", "fp32"), ("ring", "fp32"), ("auto", "bf16")])
+def test_rank_that_fails_during_a_sum_does_not_block_a_reduction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str, wire: str
+) -> None:
+    """Workers that have the step's sums wait in run.reduce() for those that must repeat it."""
+    ended: list[tuple[int, float]] = []
+    finish = SurvivingSums.finish
+
+    def noted(self: SurvivingSums) -> Sums:
+        step, result = self._steps, finish(self)
+        ended.append((step, self._transport.now()))
+        return result
+
+    def job(name: str, at: float) -> list[int | None]:
+        def main(transport: Transport) -> int:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(2, 60), nn.Linear(60, 1))
+            run = DataParallel(
+                model,
+                transport=transport,
+                algorithm="ar-sgd",
+                ar_sgd={"allreduce": by},
+                wire=wire,
+                samples=4 * BATCH * 6,
+                batch_size=BATCH,
+                compute_time=1.0,
+                run_dir=tmp_path / name,
+                quiet=True,
+            )
+            calls = 0
+            for inputs in batches_of(run, by_epochs=True):
+                loss = model(inputs).square().mean()
+                loss.backward()
+                run.step(loss)
+                workers = run.reduce(1.0, "sum").item()
+                assert workers in (3, 4)
+                calls += 1
+            return calls
+
+        cluster = Cluster(hosts=4, bandwidth_gbit=1e-3, latency_us=1e3, failures={3: at})
+        return VirtualCluster(4, cluster, 0).run(main)
+
+    monkeypatch.setattr(SurvivingSums, "finish", noted)
+    assert job("unharmed", 1e6) == [6] * 4
+    times = [time for step, time in ended if step == 2]
+    first, last = min(times), max(times)
+    for number in range(-2, 8):
+        at = first + number / 7 * max(last - first, 1e-3)
+        *others, failed = job(str(number), at)
+        assert failed is None and len(set(others)) == 1 and others[0] in (7, 8), at
