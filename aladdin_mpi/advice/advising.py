@@ -71,8 +71,12 @@ def _least(entries: Sequence[CandidateResult], on: ClusterTraits) -> float:
 
 
 def _check_free(options: AdviseOptions) -> None:
-    """Raise UserError if the folder contains advice already."""
-    if options.out is None or options.overwrite:
+    """Raise UserError if the folder contains advice already, or cannot be one."""
+    if options.out is None:
+        return
+    if options.out.exists() and not options.out.is_dir():
+        raise UserError(f"--out {options.out}: expected a folder, got a file; choose another")
+    if options.overwrite:
         return
     existing = [name for name in (TEXT, DATA, PICTURE) if (options.out / name).exists()]
     if existing:

@@ -172,7 +172,7 @@ def ground(request: AdviceRequest, megabytes: float) -> ClusterTraits:
 
 def names(requested: Sequence[str], workers: int) -> list[str]:
     """Return the algorithms to try; UserError if one is unknown, or none supports ``workers``."""
-    known = [find_algorithm(name).name for name in requested] or [
+    known = [find_algorithm(name, "--algorithms").name for name in requested] or [
         name for name in sorted(ALGORITHMS) if name not in NOT_ADVISED
     ]
     usable = [name for name in known if ALGORITHMS[name].least_workers <= workers]

@@ -44,17 +44,18 @@ def initial_state(given: torch.optim.Optimizer, segments: list[Segment]) -> dict
 def alike(given: torch.optim.Optimizer, one: nn.Parameter, other: nn.Parameter) -> bool:
     """Return whether the parameters' states are equal, except for the values of tensors."""
 
-    def rest(parameter: nn.Parameter) -> dict[str, Any]:
-        return {
-            name: None
-            if _is_by_value(name, value, parameter)
-            else value.tolist()
-            if isinstance(value, torch.Tensor)
-            else value
-            for name, value in given.state.get(parameter, {}).items()
-        }
+    def common(parameter: nn.Parameter) -> dict[str, Any]:
+        state = given.state.get(parameter, {})
+        return {name: _common(name, value, parameter) for name, value in state.items()}
 
-    return rest(one) == rest(other)
+    return common(one) == common(other)
+
+
+def _common(name: str, value: object, parameter: nn.Parameter) -> object:
+    """Return what a state has in common with those of parameters that are alike."""
+    if _is_by_value(name, value, parameter):
+        return None
+    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 COUNTERS = ("step", "eta", "mu", "mu_product")

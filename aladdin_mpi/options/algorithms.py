@@ -162,8 +162,8 @@ def declare(algorithm: Algorithm) -> None:
     ALGORITHMS[algorithm.name] = algorithm
 
 
-def find_algorithm(name: str) -> Algorithm:
-    """Return the algorithm called ``name``.
+def find_algorithm(name: str, flag: str = "--algorithm") -> Algorithm:
+    """Return the algorithm called ``name``, as the option ``flag`` requests.
 
     Raises:
         UserError: no algorithm has this name.
@@ -172,7 +172,7 @@ def find_algorithm(name: str) -> Algorithm:
         close = get_close_matches(name, ALGORITHMS, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise UserError(
-            f"--algorithm: expected one of {', '.join(sorted(ALGORITHMS))}, got {name!r}{hint}"
+            f"{flag}: expected one of {', '.join(sorted(ALGORITHMS))}, got {name!r}{hint}"
         )
     return ALGORITHMS[name]
 

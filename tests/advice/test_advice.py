@@ -109,7 +109,7 @@ def test_link_steps_follow_busiest_link() -> None:
 
 
 def test_candidate_names_reject_unknown_algorithm_and_too_few_workers() -> None:
-    with pytest.raises(UserError, match=r"--algorithm: .*'alladin'"):
+    with pytest.raises(UserError, match=r"--algorithms: .*'alladin'"):
         candidates.names(["alladin"], 8)
     with pytest.raises(UserError, match=r"--algorithms: .*\b1 workers\b.*\bsgp\b"):
         candidates.names(["sgp"], 1)

@@ -114,12 +114,13 @@ def test_advise_uses_sample_efficiency_of_pilot(tmp_path: Path) -> None:
         ([], "--cluster and --describe: "),
         (["--describe", "2 nodes x 2 GPUs"], r"\btime of a step\b"),
         (["--describe", "1 node x 1 GPU, step 1 s"], r"\b2 workers\b.*\b1\b"),
-        (["--describe", SMALL, "--algorithms", "bps"], r"--algorithm.*\bbsp\?"),
+        (["--describe", SMALL, "--algorithms", "bps"], r"--algorithms: .*\bbsp\?"),
         (["--describe", SMALL, "--what-if", "speed=2"], "--what-if.*NAME=VALUE"),
         (["--describe", "12 monkeys"], "--describe: .*'12 monkeys'"),
         (["--cluster", "nowhere.toml"], "--cluster: .*'nowhere.toml'"),
         (["--describe", SMALL, "--model", "resnet5"], "--model: .*'resnet5'"),
         (["--describe", SMALL, *map(str, MODEL), "--seconds", "0.01"], r"--seconds 0\.01 "),
+        (["--describe", SMALL, *map(str, MODEL), "--out", __file__], "--out .*: .*a file"),
     ],
 )
 def test_advise_reports_one_error_for_bad_input(words: list[str], cause: str) -> None:

@@ -76,18 +76,17 @@ def test_algorithm_is_unaffected_by_damaged_messages(variant: str) -> None:
         assert weights == pytest.approx([1.0 if variant == "gosgd" else 4.0] * len(weights))
 
 
-@pytest.mark.parametrize("number", [1, 8])
-def test_worker_goes_on_sending_after_a_damaged_answer(number: int) -> None:
+def test_worker_goes_on_sending_after_a_damaged_answer() -> None:
     """aladdin-local sends the next message after an answer, which may be the damaged one."""
 
     def least_sent(chosen: Choice) -> int:
         links: list[DamagingTransport] = []
         job = damaging_job("aladdin-local", links, chosen, cluster=any_network(3, 4), seed=3)
-        run(replace(job, samples=960))
+        run(replace(job, samples=320))
         return min(link.traffic.messages_sent for link in links)
 
     unharmed = least_sent(lambda n, buffer: False)
-    assert least_sent(lambda n, buffer: n == number and is_values(buffer)) > 0.7 * unharmed
+    assert least_sent(lambda n, buffer: n == 1 and is_values(buffer)) > 0.7 * unharmed
 
 
 def test_damaged_message_corrupts_model_without_checksums() -> None:
