@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -98,6 +98,27 @@ def divide(numel: int, ranks: int) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(bounds)]
 
 
+def peers_of(transport: Transport) -> list[int]:
+    """Return the other ranks, from the next one on, so that not all send to one rank at once."""
+    return [(transport.rank + step) % transport.size for step in range(1, transport.size)]
+
+
+def swap(
+    transport: Transport, tag: int, messages: Iterable[tuple[int, Tensor, Tensor]]
+) -> list[Request]:
+    """Start to receive and send one round of messages: for each peer, its message and ours.
+
+    Empty messages are left out, by the peer too.
+    """
+    requests: list[Request] = []
+    for peer, received, sent in messages:
+        if received.numel():
+            requests.append(transport.irecv(received, peer, tag))
+        if sent.numel():
+            requests.append(transport.isend(sent, peer, tag))
+    return requests
+
+
 class DirectAllReduce(MessageAllReduce):
     """Sum of the wire's values in fp32: a reduce-scatter and an all-gather, one round each.
 
@@ -144,41 +165,27 @@ class DirectAllReduce(MessageAllReduce):
 class _Exchange:
     """The messages about one bucket, and memory for those that arrive.
 
-    ``peers`` are the other ranks, starting at the next one, so that not all send to the same rank
-    at once. ``parts[i]`` is rank i's part, ``received[i]`` what rank i sends of this rank's part.
+    ``parts[i]`` is rank i's part, ``received[i]`` what rank i sends of this rank's part.
     """
 
     def __init__(self, transport: Transport, buffer: Tensor, gathered: Tensor, tag: int) -> None:
         self._transport = transport
         self._tag = tag
-        rank, ranks = transport.rank, transport.size
-        self.peers = [(rank + step) % ranks for step in range(1, ranks)]
-        self.parts = divide(buffer.numel(), ranks)
+        self.peers = peers_of(transport)
+        self.parts = divide(buffer.numel(), transport.size)
         self.gathered = gathered
-        own = buffer[self.parts[rank]]
+        own = buffer[self.parts[transport.rank]]
         self.received = {peer: torch.zeros_like(own) for peer in self.peers}
 
     def steps(self, buffer: Tensor) -> collectives.Steps:
         """Exchange the parts of ``buffer``, add this rank's, and send the sum to all."""
-        transport, tag = self._transport, self._tag
-        total = self.gathered[self.parts[transport.rank]]
-        requests: list[Request] = []
-        for peer in self.peers:
-            if total.numel():
-                requests.append(transport.irecv(self.received[peer], peer, tag))
-            piece = buffer[self.parts[peer]]
-            if piece.numel():
-                requests.append(transport.isend(piece, peer, tag))
-        yield requests  # only these can be abandoned
+        transport, tag, parts = self._transport, self._tag, self.parts
+        total = self.gathered[parts[transport.rank]]
+        pieces = ((peer, self.received[peer], buffer[parts[peer]]) for peer in self.peers)
+        yield swap(transport, tag, pieces)  # only what is yielded can be abandoned
         self._add(buffer, total)
-        requests = []
-        for peer in self.peers:
-            sums = self.gathered[self.parts[peer]]
-            if sums.numel():
-                requests.append(transport.irecv(sums, peer, tag))
-            if total.numel():
-                requests.append(transport.isend(total, peer, tag))
-        yield requests
+        sums = ((peer, self.gathered[parts[peer]], total) for peer in self.peers)
+        yield swap(transport, tag, sums)
 
     def _add(self, buffer: Tensor, total: Tensor) -> None:
         """Write the sum of this rank's part into ``total``, in rank order for reproducibility."""

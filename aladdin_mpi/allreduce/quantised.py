@@ -16,12 +16,19 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.allreduce.base import PendingSum
-from aladdin_mpi.allreduce.messages import MessageAllReduce, describe, divide, tag_of
+from aladdin_mpi.allreduce.messages import (
+    MessageAllReduce,
+    describe,
+    divide,
+    peers_of,
+    swap,
+    tag_of,
+)
 from aladdin_mpi.codec.quantise import Scratch, add_message, message_length, take
 from aladdin_mpi.codec.quantised import QuantisedCodec
 from aladdin_mpi.codec.scaled import on_device_of
 from aladdin_mpi.flat.layout import Bucket
-from aladdin_mpi.transport.base import Event, Request, Transport
+from aladdin_mpi.transport.base import Event, Transport
 from aladdin_mpi.transport.collectives import Steps
 
 
@@ -80,7 +87,7 @@ class _Exchange:
         self.tag = tag
         self.is_real = False
         self.parts = divide(bucket.numel, ranks)
-        self.peers = [(rank + step) % ranks for step in range(1, ranks)]
+        self.peers = peers_of(transport)
         sizes = [part.stop - part.start for part in self.parts]
         lengths = [message_length(size, codec.bits) for size in sizes]
         buffer = codec.plain.buffer
@@ -111,23 +118,12 @@ class _Exchange:
         """Exchange the parts, add this rank's, and send the sum to all."""
         transport, tag = self.transport, self.tag
         mine = self.gathered[self.sums[transport.rank]]
-        requests: list[Request] = []
-        for row, peer in zip(self.received, self.peers, strict=True):
-            if mine.numel():
-                requests.append(transport.irecv(row, peer, tag))
-            message = self.sent[self.messages[peer]]
-            if message.numel():
-                requests.append(transport.isend(message, peer, tag))
-        yield requests  # only these can be abandoned
+        rows = zip(self.peers, self.received, strict=True)
+        parts = ((peer, row, self.sent[self.messages[peer]]) for peer, row in rows)
+        yield swap(transport, tag, parts)  # only what is yielded can be abandoned
         self.add()
-        requests = []
-        for peer in self.peers:
-            total = self.gathered[self.sums[peer]]
-            if total.numel():
-                requests.append(transport.irecv(total, peer, tag))
-            if mine.numel():
-                requests.append(transport.isend(mine, peer, tag))
-        yield requests
+        sums = ((peer, self.gathered[self.sums[peer]], mine) for peer in self.peers)
+        yield swap(transport, tag, sums)
 
     def add(self) -> None:
         """Add all ranks' values of this rank's part, in a fixed order, and quantise the sum."""

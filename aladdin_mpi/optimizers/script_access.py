@@ -87,8 +87,8 @@ IMPLEMENTATION = ("capturable", "foreach", "fused")
 
 def hyperparameters(group: dict[str, Any]) -> Hyperparameters:
     """Return the hyperparameters of ``group``, with scalar tensors and NumPy's as numbers."""
-    names = group.keys() - {"params", "param_names"}
-    return {name: plain(value) for name, value in group.items() if name in names}
+    others = ("params", "param_names")
+    return {name: plain(value) for name, value in group.items() if name not in others}
 
 
 def plain(value: Any) -> Any:

@@ -278,15 +278,15 @@ def _typed_value(leaf: Leaf, given: Any) -> Any:
         items = []
     if leaf.is_list:
         return items
+    pairs: dict[str, str] = {}
     for item in items:
-        if "=" not in item:
+        key, separator, value = item.partition("=")
+        if not separator:
             raise UserError(
                 f"{leaf.flag}: expected {leaf.metavar}, got {item!r}; "
                 f"write for example {leaf.flag} 0=2"
             )
-    pairs = dict(item.split("=", 1) for item in items)
-    if len(pairs) < len(items):
-        keys = [item.split("=", 1)[0] for item in items]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise UserError(f"{leaf.flag}: {twice} is given twice; keep one")
+        if key in pairs:
+            raise UserError(f"{leaf.flag}: {key} is given twice; keep one")
+        pairs[key] = value
     return pairs

@@ -120,6 +120,11 @@ class GradientCheck:
         """Zero all further buckets."""
         self._refused = True
 
+    @property
+    def may_have_zeroed(self) -> bool:
+        """Whether values have been zeroed; on a GPU, whether they may have been."""
+        return self._refused or bool(self.sums)
+
     def look(self, values: Tensor, bucket: int) -> None:
         """Check the message about ``bucket``; zero it in place if it is not finite."""
         if values.is_meta:
@@ -350,8 +355,9 @@ class GradientPass:
                 self.check.refuse()
                 clear(self._computed)
             self.check.clear_if_refused(self._computed)
-            for bucket in stages.layout.buckets:
-                self._mark(bucket)  # again: marks are values, which may have been cleared
+            if self.check.may_have_zeroed:  # marks too, which are values
+                for bucket in stages.layout.buckets:
+                    self._mark(bucket)
         for bucket in self._local:
             self._pass_on(bucket)
 
