@@ -7,9 +7,11 @@ Outside mpirun nothing here is collected; tests/test_under_mpirun.py starts it.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -34,9 +36,14 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return None if UNDER_MPIRUN else True
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest reads --basetemp
 def pytest_configure(config: pytest.Config) -> None:
     if not UNDER_MPIRUN:
         return
+    # With a common folder, ranks that end together fail: they remove the same old folders.
+    with contextlib.ExitStack() as stack:
+        config.option.basetemp = stack.enter_context(tempfile.TemporaryDirectory())
+        config.add_cleanup(stack.pop_all().close)
     global _screen
     _screen = os.fdopen(os.dup(2), "w")  # the real stderr, before pytest captures it
     if RANK != 0:
