@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -164,18 +166,30 @@ class Optimizer(ABC):
         return
 
 
-def _merge_leaves(merged: Any, new: Any, count: int, name: str = "") -> Any:
+def _merge(merged: Any, new: Any, count: int, name: str = "") -> Any:
+    """Merge the state of one more worker, whose steps may have cut its parts differently."""
+    if _is_cut(merged) and _is_cut(new) and _cuts(merged) != _cuts(new):
+        merged, new = _aligned(merged, new)
+    return _merge_values(merged, new, count, name)
+
+
+def _merge_leaf(merged: Any, new: Any, count: int, name: str = "") -> Any:
     """Return the mean, but the largest for a torch optimizer's step count, which is an integer."""
+    if isinstance(merged, dict) or isinstance(new, dict):
+        return _merge_values(merged or {}, new or {}, count, name)  # not used by one of them
     if name == "step" and (isinstance(merged, Tensor) or isinstance(new, Tensor)):
         return largest(merged, new, count)
     return mean_of_leaves(merged, new, count, name)
+
+
+_merge_values = by_leaf(_merge_leaf)
 
 
 def _inherit(owner: object, attribute: str, part: MergedPart) -> None:
     getattr(owner, attribute).inherit(part.value)
 
 
-INHERITED = Rule(by_leaf(_merge_leaves), _inherit)
+INHERITED = Rule(_merge, _inherit)
 """Rule for the state of a worker's optimizer."""
 
 State = dict[str, Any]
@@ -193,14 +207,7 @@ class Inherited:
         Raises:
             UserError: a tensor is neither a scalar nor of one number for each value.
         """
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape != (stop - start,):
-                raise UserError(
-                    f"--allow-resize: the optimizer's {name!r} has the shape "
-                    f"{tuple(value.shape)} for {stop - start} values and cannot be "
-                    "redistributed. Resume with the numbers of servers and workers of the "
-                    "checkpoint."
-                )
+        _check_rows(start, stop, state)
         self._runs.append((start, stop, state))
 
     def keep(self, parts: Sequence[slice]) -> None:
@@ -235,6 +242,16 @@ class Inherited:
         self._runs = [(run["start"], run["stop"], run["state"]) for run in state]
 
 
+def _check_rows(start: int, stop: int, state: State) -> None:
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape != (stop - start,):
+            raise UserError(
+                f"--allow-resize: the optimizer's {name!r} has the shape {tuple(value.shape)} "
+                f"for {stop - start} values and cannot be redistributed. Resume with the numbers "
+                "of servers and workers of the checkpoint."
+            )
+
+
 def part_of(state: Mapping[str, Any], start: int, stop: int) -> State:
     """Return the part ``[start, stop)`` of the state of a range of values."""
     return {
@@ -267,11 +284,43 @@ def without_parts(state: Any) -> Any:
         places = zip(pieces["numbers"], pieces["starts"], pieces["stops"], strict=True)
         states = pieces["inner"]["state"]
         ranges += [
-            {"start": first + start, "stop": first + stop, "state": states[number]}
+            {"start": first + start, "stop": first + stop, "state": states.get(number, {})}
             for number, start, stop in places
-            if number in states
         ]
     return {**state, "parts": [], "inherited": ranges}
+
+
+def _is_cut(state: Any) -> bool:
+    return isinstance(state, dict) and bool(state.get("parts") or state.get("inherited"))
+
+
+def _cuts(state: State) -> list[Any]:
+    """Return where the values are cut, in a comparable form."""
+    parts = [
+        (part["start"], part["stop"], *(part["state"].get(name) for name in ("starts", "numbers")))
+        for part in state["parts"]
+    ]
+    return [parts, [(run["start"], run["stop"]) for run in state.get("inherited", ())]]
+
+
+def _aligned(*states: State) -> list[State]:
+    """Return the states, see :func:`without_parts`, for the same ranges of values."""
+    states = tuple(without_parts(state) for state in states)
+    runs = [run for state in states for run in state["inherited"]]
+    edges = sorted({edge for run in runs for edge in (run["start"], run["stop"])})
+    return [{**state, "inherited": _recut(state["inherited"], edges)} for state in states]
+
+
+def _recut(runs: list[dict[str, Any]], edges: list[int]) -> list[dict[str, Any]]:
+    """Cut the states of ranges at all of ``edges``; values without a state get an empty one."""
+    cut: list[dict[str, Any]] = [{"start": a, "stop": b, "state": {}} for a, b in pairwise(edges)]
+    for run in runs:
+        _check_rows(run["start"], run["stop"], run["state"])
+        for each in cut[bisect_left(edges, run["start"]) : bisect_left(edges, run["stop"])]:
+            each["state"] = part_of(
+                run["state"], each["start"] - run["start"], each["stop"] - run["start"]
+            )
+    return cut
 
 
 def _joined(start: int, stop: int, pieces: list[tuple[int, int, State]]) -> State:

@@ -177,11 +177,11 @@ def test_merge_requires_equal_integers() -> None:
 
 def test_optimizer_keeps_largest_number_of_steps() -> None:
     one, other = (
-        {"parts": [{"step": torch.tensor(step), "average": torch.tensor([step])}]}
+        {"values": [{"step": torch.tensor(step), "average": torch.tensor([step])}]}
         for step in (2.0, 6.0)
     )
-    ((part,),) = INHERITED.put(one, other, 2, "").values()
-    assert (part["step"].item(), part["average"].item()) == (6.0, 4.0)
+    ((values,),) = INHERITED.put(one, other, 2, "").values()
+    assert (values["step"].item(), values["average"].item()) == (6.0, 4.0)
 
 
 def test_merge_ignores_missing_parts_of_worker_without_a_step() -> None:

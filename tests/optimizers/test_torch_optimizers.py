@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
@@ -18,9 +18,10 @@ from aladdin_mpi.algorithms.registry import check_optimizer
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.replica import Replica
 from aladdin_mpi.flat.unused import within
-from aladdin_mpi.optimizers.base import without_parts
+from aladdin_mpi.optimizers.base import INHERITED, without_parts
 from aladdin_mpi.optimizers.from_torch import TorchOptimizer, treats_values_alike
 from aladdin_mpi.optimizers.named import arguments, find, groups, known
+from aladdin_mpi.optimizers.script_access import ScriptAccess
 from aladdin_mpi.options.algorithms import ALGORITHMS
 from aladdin_mpi.options.run import RunOptions
 from tests.messages import naming
@@ -161,13 +162,16 @@ UNUSED = [set[int](), {0}, {1, 2}, {0, 1, 2, 3, 4}, {4}, set[int](), {2, 4}]
 """For each step, the trainable parameters without a gradient, in flat order."""
 
 
-def skip(pair: Pair, number: int, how: str = "descend") -> None:
+def skip(
+    pair: Pair, number: int, how: str = "descend", places: Collection[int] | None = None
+) -> None:
     """Take a step of both in which torch has no gradient for some parameters."""
+    places = UNUSED[number] if places is None else places
     own = [p for p in pair.plain.parameters() if p.requires_grad][::-1]
     edges = [sum(p.numel() for p in own[:place]) for place in range(len(own) + 1)]
     gradients(pair.plain, number)
     g, unused = pair.gradient(number), []
-    for place in sorted(UNUSED[number]):
+    for place in sorted(places):
         own[place].grad = None
         unused.append(slice(edges[place], edges[place + 1]))
         g[unused[-1]] = 0.0
@@ -507,6 +511,32 @@ def test_state_of_an_earlier_version_is_inherited_if_lanes_stay() -> None:
     assert torch.equal(pair.x, other.x)
     with pytest.raises(UserError, match=naming("--allow-resize", "same ranks")):
         without_parts(state)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "rmsprop", "adafactor"])
+def test_states_of_workers_that_used_different_parameters_are_averaged(name: str) -> None:
+    """As on resuming with other ranks: a parameter that a worker has not used counts as zeros."""
+    make, in_parts = {**BY_VALUE, **WHOLE}[name], name in BY_VALUE
+    pairs = [Pair(make, in_parts) for _ in range(4)]
+    merged: Any = None
+    for count, (pair, unused) in enumerate(zip(pairs, [{0}, {1, 2}, (), {0, 4}], strict=True), 1):
+        for number in range(count):
+            skip(pair, number, places=unused)
+        state = copy.deepcopy(pair.optimizer.state_dict())
+        merged = state if merged is None else INHERITED.put(merged, state, count, "optimizer")
+    new = Pair(make, in_parts)
+    TorchOptimizer(new.given, new.flat, new.x, access=ScriptAccess([new.given])).inherit(merged)
+    known = new.given.state_dict()["state"]
+    states = [pair.reference.state_dict()["state"] for pair in pairs]
+    assert known.keys() == set().union(*states)
+    for number, state in known.items():
+        here = [each[number] for each in states if number in each]
+        for value, given in state.items():
+            if value == "step":
+                assert given == max(each["step"] for each in here)
+            elif isinstance(given, Tensor):
+                mean = sum(each[value] for each in here) / len(pairs)
+                torch.testing.assert_close(given, mean)
 
 
 def test_optimizer_settings_are_adopted() -> None:
