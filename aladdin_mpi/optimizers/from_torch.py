@@ -166,7 +166,7 @@ class TorchOptimizer(Optimizer):
         self._steps = 0
         self._scheduled = scheduler.last_epoch if scheduler is not None else 0
         self._access = access or ScriptAccess()
-        self._access.follow(self._parameter_states)
+        self._access.follow(self._parameter_states, like.dtype)
 
     @property
     def momentum(self) -> float:  # type: ignore[override]

@@ -103,10 +103,16 @@ class PartPiece:
         return values.as_strided(self.shape, self.stride, values.storage_offset())
 
 
-def _is_elsewhere(value: object, like: Tensor) -> bool:
-    """Return whether a value of a state has to be moved to the device of ``like``."""
+def _differs(value: object, like: Tensor) -> bool:
+    """Return whether a value of a state has to be converted to the device or dtype of ``like``.
+
+    An optimizer may keep a state in a wider dtype than that of its parameters.
+    """
     # The device of a counter of steps depends on the optimizer.
-    return isinstance(value, Tensor) and value.dim() > 0 and value.device != like.device
+    if not isinstance(value, Tensor) or not value.dim():
+        return False
+    is_narrower = value.is_floating_point() and value.element_size() < like.element_size()
+    return is_narrower or value.device != like.device
 
 
 def same_kind(given: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -152,8 +158,9 @@ class OptimizerPart:
         for leaf, state in zip(self._leaves, states, strict=True):
             if state:
                 self._inner.state[leaf] = state
-        if any(_is_elsewhere(value, like) for state in states for value in state.values()):
-            # A state that the script loaded before its model moved to the rank's device.
+        if any(_differs(value, like) for state in states for value in state.values()):
+            # A state that the script loaded before its model moved to the rank's device, or of
+            # parameters of a narrower dtype than others'.
             self._inner.load_state_dict(self._inner.state_dict())
 
     def step(self, x: Tensor, gradient: Tensor, unused: Unused = ()) -> None:

@@ -182,6 +182,7 @@ class ScriptAccess:
         self._is_stepped = False
         self._has_ended = False
         self._states: Callable[[], States | None] | None = None
+        self._dtype = torch.float32
         self._hooks: list[RemovableHandle] = []
         for each in given:
             for hook in self._hooks_of.pop(each, []):
@@ -222,12 +223,14 @@ class ScriptAccess:
         return [numbers(each) for each in self._given]
 
     # -- states ---------------------------------------------------------------------------
-    def follow(self, states: Callable[[], States | None]) -> None:
+    def follow(self, states: Callable[[], States | None], dtype: torch.dtype) -> None:
         """Start following a run, or continue in another group of ranks.
 
-        ``states`` returns the parameters' states; None if other ranks have some of them.
+        Args:
+            states: returns the parameters' states; None if other ranks have some of them.
+            dtype: dtype of the run's steps.
         """
-        self._states = states
+        self._states, self._dtype = states, dtype
         for each in self._given:
             # Otherwise a scheduler stepped by the script warns that no step was made before.
             each._opt_called = True  # type: ignore[attr-defined]
@@ -239,8 +242,21 @@ class ScriptAccess:
         if states is None:
             return
         for each in self._given:
-            each.state.update({p: states[p] for p in _parameters(each) if states.get(p)})
+            for parameter in _parameters(each):
+                if state := states.get(parameter):
+                    each.state[parameter] = self._for_script(state, parameter)
         self._release()
+
+    def _for_script(self, state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
+        """Return the state in the parameter's dtype, if the run's steps were in another."""
+        if parameter.dtype == self._dtype:
+            return state
+        return {
+            name: value.to(parameter.dtype)
+            if _is_by_value(name, value, parameter) and value.dtype == self._dtype
+            else value
+            for name, value in state.items()
+        }
 
     def _release(self) -> None:
         for hook in self._hooks:

@@ -652,6 +652,34 @@ def test_state_of_a_scalar_parameter_is_continued(kind: str) -> None:
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "Adagrad", "Adamax", "RMSprop"])
+def test_states_have_their_parameters_dtypes_before_and_after_a_run(kind: str) -> None:
+    """A run steps parameters of several dtypes in the widest one."""
+    shapes = {(3, 2): torch.float32, (4,): torch.bfloat16}
+    model = nn.ParameterList([torch.ones(shape, dtype=dtype) for shape, dtype in shapes.items()])
+    more = {"momentum": 0.9} if kind == "SGD" else {}
+    given = getattr(torch.optim, kind)(model.parameters(), lr=0.125, **more)
+
+    def step_plainly() -> None:
+        for parameter in model:
+            parameter.grad = torch.ones_like(parameter)
+        given.step()
+
+    step_plainly()
+    replica = Replica(model)
+    access = ScriptAccess([given])
+    flat = TorchOptimizer(given, model, replica.parameters, access=access)
+    flat.step(replica.parameters, torch.ones_like(replica.parameters), 1.0)
+    replica.refresh()
+    access.close()
+    step_plainly()
+    wide, narrow = model
+    torch.testing.assert_close(narrow.float(), wide.flatten()[:4], rtol=0.05, atol=0.02)
+    for parameter in model:
+        for name, value in given.state[parameter].items():
+            assert name == "step" or value.dtype == parameter.dtype, name
+
+
 @pytest.mark.parametrize("name", ["lr", "weight_decay", "params"])
 def test_options_of_the_run_are_refused_as_settings(name: str) -> None:
     with pytest.raises(UserError, match=naming("--optimizer-options", f"'{name}'")):
