@@ -186,7 +186,8 @@ def _assemble_in(
         hooks += [Suspension(transport), Quorum(transport, options.min_workers), *others]
         if first and not transport.models_time:
             hooks.append(Handover(folder.path))
-        coordinator = Coordinator(context, role, plan, lr, hooks) if first else None
+        rate = _rate_of(lr, optimizer)
+        coordinator = Coordinator(context, role, plan, rate, hooks) if first else None
         session = Session(context, plan, role, local, coordinator, hooks, task.origin)
         if takeover is not None:
             take_over(session, takeover)
@@ -203,6 +204,11 @@ def _assemble_in(
         replicas = _replicas(context, role)
         parts = evaluations, user_metrics, skips, standby, log, replicas
         return Rank(session, folder, optimizer, heartbeats, *parts)
+
+
+def _rate_of(lr: LearningRate, optimizer: Optimizer) -> Callable[[int], float]:
+    """Return the learning rate as a function of samples, including the optimizer's own."""
+    return lambda samples: lr(samples) * optimizer.rate
 
 
 @contextmanager

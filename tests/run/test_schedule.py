@@ -9,6 +9,8 @@ import pytest
 
 from aladdin_mpi.optimizers.sgd import LearningRate
 from aladdin_mpi.options.run import RunOptions
+from aladdin_mpi.session.coordinator import Coordinator
+from tests.simulation import start
 
 EPOCH, WORKERS = 1000, 4
 
@@ -65,3 +67,22 @@ def test_learning_rate_only_rises_in_a_run_shorter_than_its_warmup() -> None:
     rates = [lr(samples) for samples in range(0, 1001, 100)]
     assert rates == sorted(rates)
     assert rates[-1] == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_shown_rate_is_the_optimizers_before_any_report(
+    optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates: list[float] = []
+    begin = Coordinator.begin
+
+    def noted_begin(run: Coordinator) -> None:
+        rates.append(run.lr)
+        begin(run)
+
+    monkeypatch.setattr(Coordinator, "begin", noted_begin)
+    plan = ["--compute", "timed", "--model", "size:0.01", "--workers", 2, "--steps", 1, "--quiet"]
+    start(
+        *plan, "--optimizer", optimizer, "--lr", 0.25, "--warmup-epochs", 0, "--lr-scaling", "none"
+    )
+    assert rates == [0.25]
