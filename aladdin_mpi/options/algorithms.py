@@ -136,6 +136,11 @@ class Algorithm:
         return self.lockstep and self.holder != "all" and self.all_reduces != "progress"
 
     @property
+    def has_fixed_format(self) -> bool:
+        """Whether ``--wire`` cannot change the format of its messages."""
+        return not (self.whole_models or self.quantises)
+
+    @property
     def group(self) -> str:
         """The field of the run's options that contains the algorithm's own."""
         return (self.options_of or self.name).replace("-", "_")

@@ -133,7 +133,7 @@ def _compression_conflicts(algorithm: Algorithm, options: GeneralOptions) -> Ite
 def _wire_conflicts(algorithm: Algorithm, options: GeneralOptions) -> Iterator[str]:
     """Why the algorithm does not suit ``--wire``, with the remedy."""
     name, wire = algorithm.name, options.wire
-    if wire not in ("auto", "fp32") and not (algorithm.whole_models or algorithm.quantises):
+    if wire not in ("auto", "fp32") and algorithm.has_fixed_format:
         yield (
             f"--wire {wire} cannot be combined with {name}, which has a fixed message format. "
             "Leave the option out."

@@ -15,7 +15,7 @@ from pydantic import BaseModel, PositiveFloat, PositiveInt, create_model, model_
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import ALGORITHMS, load_plugins
 from aladdin_mpi.options.cluster import Cluster, cluster_option
-from aladdin_mpi.options.fields import dotted, kebab, nested, submodel
+from aladdin_mpi.options.fields import FieldPath, dotted, kebab, nested, submodel
 from aladdin_mpi.options.general import (
     AUTO,
     LENGTHS,
@@ -376,27 +376,32 @@ def unused(options: RunOptions, given: Settings) -> dict[str, str]:
         options: the run's options.
         given: the user's settings.
     """
-    # An unknown algorithm is refused later, on all ranks at once.
-    used = {each.group for name, each in ALGORITHMS.items() if name == options.algorithm}
-    used.add(options.compression)
-    remedies = {
-        name: f"without --compression {name}. Add --compression {name}, or leave it out."
-        for name in COMPRESSIONS
-    }
-    remedy = f"with --algorithm {options.algorithm}. Leave it out."
-    other = f"with --optimizer {options.optimizer}. Use --optimizer-options, or leave it out."
+    remedies = {s.origin: _remedy(options, path) for path, s in given.items()}
+    return {flag: remedy for flag, remedy in remedies.items() if remedy and flag.startswith("--")}
+
+
+def _remedy(options: RunOptions, path: FieldPath) -> str:
+    """Return when the option has no effect, and a remedy; empty if it has one."""
+    algorithm = ALGORITHMS.get(options.algorithm)  # an unknown one is refused later, on all ranks
+    with_algorithm = f"with --algorithm {options.algorithm}. Leave it out."
+    name = path[0]
+    if name in COMPRESSIONS:
+        remedy = f"without --compression {name}. Add --compression {name}, or leave it out."
+        return remedy if name != options.compression else ""
+    if name in GROUPS:
+        return with_algorithm if algorithm is None or name != algorithm.group else ""
+    if name == "servers" and algorithm is not None and not algorithm.has_servers:
+        return with_algorithm
+    if name == "wire" and algorithm is not None and algorithm.has_fixed_format:
+        return with_algorithm if options.wire != "auto" else ""
+    if name in ("momentum", "nesterov") and options.optimizer != "sgd":
+        return f"with --optimizer {options.optimizer}. Use --optimizer-options, or leave it out."
+    if name == "lr_decay" and options.lr_schedule != "step":
+        return f"with --lr-schedule {options.lr_schedule}. Use --lr-schedule step, or leave it out."
     is_one_host = isinstance(options, SimulateOptions) and options.cluster.hosts == 1
-    result = {}
-    for path, setting in given.items():
-        if not setting.origin.startswith("--"):
-            continue
-        if path[0] in GROUPS - used:
-            result[setting.origin] = remedies.get(path[0], remedy)
-        elif path in (("momentum",), ("nesterov",)) and options.optimizer != "sgd":
-            result[setting.origin] = other
-        elif path in BETWEEN_HOSTS and is_one_host:
-            result[setting.origin] = "with one host. Add --hosts N, or leave it out."
-    return result
+    if path in BETWEEN_HOSTS and is_one_host:
+        return "with one host. Add --hosts N, or leave it out."
+    return ""
 
 
 def warnings(options: RunOptions, given: Settings) -> list[str]:

@@ -60,6 +60,23 @@ def test_momentum_is_that_of_sgd() -> None:
     assert set(ignored) == {"--momentum", "--nesterov"}
 
 
+@pytest.mark.parametrize(
+    ("option", "unused_with", "used_with"),
+    [
+        ("--servers 2", "--algorithm ar-sgd", "--algorithm bsp"),
+        ("--wire fp32", "--algorithm aladdin-local", "--algorithm aladdin-ahead"),
+        ("--lr-decay 0.5", "--lr-schedule cosine", "--lr-schedule step --lr-steps 3"),
+    ],
+)
+def test_unused_option_names_the_other_it_depends_on(
+    option: str, unused_with: str, used_with: str
+) -> None:
+    assert unused_options(f"{option} {used_with}") == {}
+    ((name, remedy),) = unused_options(f"{option} {unused_with}").items()
+    assert name == option.split()[0]
+    assert unused_with in remedy
+
+
 def test_unused_options_of_other_algorithms_are_named_with_remedy() -> None:
     ignored = unused_options("--algorithm bsp --aladdin-pi 2 --no-shat-self-update")
     assert set(ignored) == {"--aladdin-pi", "--shat-self-update"}
