@@ -200,9 +200,9 @@ def _unknown(name: str) -> str:
             f"{name!r}; for torchvision's models {extras.command(['torchvision'])}"
         )
     return (
-        f"--model: unknown model {name!r}; {did_you_mean(name, list_models())}Expected "
-        "package.module:function or one of those that aladdin_mpi.data.models.list_models() returns"
-    )
+        f"--model: expected package.module:function, one of {', '.join(SMALL_MODELS)}, or a model "
+        f"of torchvision, such as resnet18, got {name!r}; {did_you_mean(name, list_models())}"
+    ).rstrip("; ")
 
 
 def _build_torchvision(name: str, num_classes: int, in_channels: int, size: int) -> nn.Module:

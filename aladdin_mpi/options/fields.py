@@ -136,7 +136,14 @@ class Leaf:
         """A description of valid values."""
         members = [kind for kind in _members(self.info.annotation) if kind is not type(None)]
         text = ", or ".join(_expected(kind, self.info.metadata) for kind in members)
+        if self.has_parts:
+            return text.replace("a list, each item ", f"a list of {self.metavar}, each ")
         return text.replace("KEY=VALUE", self.metavar) if self.is_mapping else text
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether each item of a list has several parts, with colons between them."""
+        return self.is_list and ":" in self.metavar
 
     @property
     def is_common(self) -> bool:

@@ -61,6 +61,7 @@ Factor = Annotated[float, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Jitter = Annotated[float, Field(ge=0, le=10)]
 ShapePoint = Annotated[tuple[Share, Share], Parts]
 """A share of the gradient and of backward's time; also as ``"0.1:0.5"``."""
 
@@ -479,7 +480,7 @@ class GeneralOptions(BaseModel):
     compute_time: PositiveFloat | None = computing_option(
         None, "time of one step, for --compute timed", "SECONDS"
     )
-    jitter: NonNegativeFloat = computing_option(
+    jitter: Jitter = computing_option(
         0.0, "standard deviation of the logarithm of step times", "FRACTION"
     )
     slowdown: dict[Worker, Factor] = computing_option(

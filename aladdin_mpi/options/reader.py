@@ -12,7 +12,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel
 
@@ -282,9 +282,10 @@ def _typed_value(leaf: Leaf, given: Any) -> Any:
     for item in items:
         key, separator, value = item.partition("=")
         if not separator:
+            key = item if get_args(leaf.plain_type)[0] is str else "0"
             raise UserError(
                 f"{leaf.flag}: expected {leaf.metavar}, got {item!r}; "
-                f"write for example {leaf.flag} 0=2"
+                f"write for example {leaf.flag} {key}=2"
             )
         if key in pairs:
             raise UserError(f"{leaf.flag}: {key} is given twice; keep one")

@@ -90,6 +90,8 @@ def _explain(error: ValidationError, model: type[BaseModel], settings: Settings)
         reason = item.get("ctx", {}).get("error")
         if item["type"] == "extra_forbidden":
             text = _unknown(model, item["loc"])
+        elif leaf is None and item["type"] == "model_type":
+            text = _expected_dict(model, item)
         elif leaf is None:
             text = _named_by_origin(str(reason or item["msg"]), model, settings)
         else:
@@ -102,6 +104,13 @@ def _explain(error: ValidationError, model: type[BaseModel], settings: Settings)
 def as_argument(path: Sequence[str]) -> str:
     """A setting as an argument of a function: ``lr``, or ``aladdin={'pi': ...}``."""
     return path[0] if len(path) == 1 else f"{path[0]}={{'{'.'.join(path[1:])}': ...}}"
+
+
+def _expected_dict(model: type[BaseModel], item: Any) -> str:
+    """Return the error on a value in place of the options of an inner model."""
+    name = str(item["loc"][0])
+    example = next(as_argument(path) for path in leaves(model) if path[0] == name)
+    return f"{name}: expected a dict, got {shown(item['input'])}; write for example {example}"
 
 
 def _unknown(model: type[BaseModel], location: Sequence[int | str]) -> str:
@@ -126,8 +135,12 @@ def _complaint(leaf: Leaf, item: Any) -> str:
     came, keys = item["input"], item["loc"][len(leaf.path) :]
     where = f" for {keys[0]}" if leaf.is_mapping and keys and keys[-1] != "[key]" else ""
     got = repr(came) if isinstance(came, str) else shown(came)
+    if leaf.has_parts and isinstance(came, list | tuple):
+        got = ":".join(map(shown, came))
     default = leaf.default_text
     hint = did_you_mean(str(came), leaf.choices) or f"leave it out for the default: {default}"
+    if leaf.is_mapping and isinstance(came, str) and not keys:
+        hint = "give a table, such as {0 = 10}"
     return f"expected {leaf.expected}, got {got}{where}; {hint}".rstrip("; ")
 
 

@@ -25,7 +25,9 @@ from aladdin_mpi.options.run import (
     differences,
     parse,
 )
+from aladdin_mpi.options.settings import Setting, Settings, build
 from aladdin_mpi.options.toml_file import to_toml
+from tests.messages import naming
 
 MODELS = [RunOptions, TrainOptions, SimulateOptions]
 
@@ -398,6 +400,31 @@ def test_failure_or_pause_of_nonexistent_rank_is_rejected(option: str) -> None:
 def test_invalid_pause_error_names_option_and_value() -> None:
     text = complaint("--pauses 3:x:1", SimulateOptions)
     assert text.startswith("--pauses: ") and "'x'" in text
+    text = complaint("--pauses 3:1", SimulateOptions)
+    assert text.startswith("--pauses: ") and "RANK:START:SECONDS" in text and "got 3:1;" in text
+
+
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ("--slowdown 0:2", ["--slowdown", "WORKER=FACTOR", "'0:2'", "--slowdown 0=2"]),
+        (
+            "--decay-factors bias",
+            ["--decay-factors", "PATTERN=FACTOR", "'bias'", "--decay-factors bias=2"],
+        ),
+        ("--jitter 1e9", ["--jitter", "at most 10", "'1e9'"]),
+    ],
+)
+def test_error_of_a_value_shows_its_form(line: str, names: list[str]) -> None:
+    assert re.search(naming(*names), complaint(line, SimulateOptions))
+
+
+def test_error_shows_the_form_of_tables_in_files_and_arguments(config: Path) -> None:
+    config.write_text('slowdown = "0=10"\n')
+    assert "'0=10'; give a table, such as {0 = 10}" in complaint(f"--config {config}")
+    given: Settings = {("aladdin",): Setting(3, "aladdin")}
+    with pytest.raises(UserError, match=re.escape("aladdin: expected a dict, got 3; write for")):
+        build(TrainOptions, given)
 
 
 # -- intervals ------------------------------------------------------------------

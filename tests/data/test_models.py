@@ -120,7 +120,7 @@ def test_build_model_rejects_unsupported_channels() -> None:
 
 
 def test_build_model_suggests_close_names_for_unknown_model() -> None:
-    with pytest.raises(UserError, match=r"--model.*'resnet5'.*resnet50.*list_models"):
+    with pytest.raises(UserError, match=r"--model.*\bmlp\b.*'resnet5'.*resnet50"):
         build_model("resnet5", 10)
 
 
