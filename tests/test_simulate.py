@@ -134,6 +134,13 @@ def test_simulation_prints_progress_and_table(tmp_path: Path) -> None:
     assert not re.findall(r"[^\n\x20-\x7e]", completed.stdout + completed.stderr)
 
 
+def test_simulation_warns_of_failures_after_its_end(tmp_path: Path) -> None:
+    timed = ["--compute", "timed", "--model", "size:1", "--workers", 3, "--steps", 5, "--quiet"]
+    completed = simulate(tmp_path / "run", *timed, "--failures", "2=0.2,1=500")
+    assert "rank 2 (host 0) has failed" in completed.stderr
+    assert re.search(r"warning: --failures 1=500: .*\n", completed.stderr)
+
+
 def test_simulation_in_which_every_rank_fails_is_an_error(tmp_path: Path) -> None:
     every = ["--failures", "0=0,1=0,2=0", "--workers", 2, "--samples", 64]
     completed = simulate(tmp_path / "run", *every, check=False)

@@ -366,6 +366,21 @@ def check_survivors(results: Sequence[object]) -> None:
         )
 
 
+def late_failures(
+    options: SimulateOptions, results: Sequence[object], start: float = 0.0
+) -> list[str]:
+    """Return a warning if the run, which began at ``start``, ended before ranks failed.
+
+    The result of a rank that failed is None.
+    """
+    late = ",".join(
+        f"{rank}={time:g}"
+        for rank, time in options.cluster.failures.items()
+        if time > start and results[rank] is not None
+    )
+    return [f"--failures {late}: the run ended before. Choose earlier times."] if late else []
+
+
 def unused(options: RunOptions, given: Settings) -> dict[str, str]:
     """Return the options on the command line that have no effect, with a remedy for each.
 

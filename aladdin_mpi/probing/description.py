@@ -71,6 +71,8 @@ class _Parser:
         self._rest = re.sub(r"\bx(?=\d)", "x ", plain)
         self._settings: dict[str, Any] = {}
         self._phrases: dict[str, str] = {}
+        self._is_vague = False
+        """The number of workers may be that of a host or of all."""
 
     def read(self) -> dict[str, Setting]:
         self._take(
@@ -106,7 +108,7 @@ class _Parser:
         self._take(TIME, self._bare_time)
         self._take(
             rf"{COUNT}[\s-]*{WORKER}\s*(?:(in\s+total|in\s+all|altogether|total)|"
-            rf"(on)\s+(?={COUNT}\s*{HOST})|(?:(?:per|on\s+each|each|an?)\b|/)\s*(?:{HOST})?)?",
+            rf"(on)\s+(?={COUNT}\s*{HOST})|((?:per|on\s+each|each|an?)\b|/)\s*(?:{HOST})?)?",
             self._workers,
         )
         self._take(rf"{COUNT}[\s-]*{HOST}", self._hosts)
@@ -170,8 +172,12 @@ class _Parser:
         self._set("jitter", float(value) / (100 if percent else 1), match)
 
     def _workers(self, match: Match) -> None:
-        count, total, on, _ = match.groups()
+        count, total, on, _, each = match.groups()
         self._set("total" if total or on else "gpus_per_node", _count(count), match)
+        before, after = match.string[: match.start()].rstrip(), match.string[match.end() :]
+        is_listed = not before or before[-1] in f",;.{TAKEN}" or before.endswith(" and")
+        follows = re.match(r"\s*(?:x|on)\b", after, re.IGNORECASE)
+        self._is_vague = is_listed and not (total or on or each or follows)
 
     def _hosts(self, match: Match) -> None:
         self._set("nodes", _count(match[1]), match)
@@ -188,10 +194,16 @@ class _Parser:
 
     def _divide_workers(self) -> None:
         """Divide a total number of workers by the number of hosts."""
+        hosts = self._settings.get("nodes", 1)
+        if self._is_vague and hosts > 1:
+            workers = self._settings["gpus_per_node"]
+            raise UserError(
+                f"--describe: {self._phrases['gpus_per_node']!r} may be those of each or of all "
+                f'{hosts} hosts. Write "{workers} per host" or "{workers} workers in total".'
+            )
         total = self._settings.pop("total", None)
         if total is None:
             return
-        hosts = self._settings.get("nodes", 1)
         if total % hosts or "gpus_per_node" in self._settings:
             raise UserError(
                 f"--describe: expected the same number of workers on each of {hosts} hosts, got "

@@ -18,9 +18,9 @@ from typing import Any
 
 from aladdin_mpi.errors import SuspendedError, UserError
 from aladdin_mpi.options.algorithms import find_algorithm
-from aladdin_mpi.options.run import SimulateOptions, check_cluster, check_survivors
+from aladdin_mpi.options.run import SimulateOptions, check_cluster, check_survivors, late_failures
 from aladdin_mpi.options.settings import Settings
-from aladdin_mpi.process.guard import exit_called
+from aladdin_mpi.process.guard import exit_called, warn
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 
@@ -127,7 +127,9 @@ def simulate_script(script: Path, arguments: Sequence[str], typed: Settings) -> 
                 raise
         return True
 
-    check_survivors(cluster.run(rank))
+    results = cluster.run(rank)
+    check_survivors(results)
+    warn(late_failures(options, results))
 
 
 def script_options(

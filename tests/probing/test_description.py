@@ -138,6 +138,8 @@ def test_unknown_description_part_is_named_with_examples(text: str, part: str) -
         (["--describe", "2 nodes, 18 ms"], "--describe: .*step 18 ms.*latency 18 ms"),
         (["--describe", "3 nodes, 64 workers in total"], "--describe: .* 3 hosts.*'64 workers"),
         (["--describe", "25 Gbit/s"], "--nodes: "),
+        (["--describe", "4 nodes, 8 workers"], "--describe: '8 workers'.*4 hosts.*in total"),
+        (["--describe", "8 GPUs and 4 nodes"], "--describe: '8 GPUs'.*4 hosts.*per host"),
         (["--describe", "2 nodes, 0 Gbit/s"], r"--describe: .*\bmore than 0\b"),
         (["--describe", "0 nodes"], r"--describe: .*\b1 or more\b"),
         (["--describe", "2 nodes, 1e9 Gbit/s"], r"--describe: .*\b100000\b"),
