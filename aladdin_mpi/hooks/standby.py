@@ -18,7 +18,8 @@ EVERY = 8
 """Workers' reports between two copies, ..."""
 PAUSE = 0.05
 """... and minimum seconds between them: a copy takes a third of a millisecond."""
-MOST_BYTES = 1 << 16
+MOST_BYTES = 1 << 22
+"""Of a copy with the names of tens of thousands of skipped images; others have a few hundred."""
 
 
 class Standby(RunHook):
@@ -91,7 +92,7 @@ class Standby(RunHook):
             return
         self._reports, self._sent_at = 0, self._transport.now()
         data = packed(run.knowledge())
-        if len(data) <= MOST_BYTES:  # not so with thousands of refusals of many kinds
+        if len(data) <= MOST_BYTES:
             self._transport.isend(data, standby, Tag.STANDBY)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,38 +27,41 @@ class Means:
     """Means of figures by name, over all values added since they were last taken."""
 
     def __init__(self) -> None:
-        self._values: dict[str, list[float]] = defaultdict(list)
+        self._sums: dict[str, tuple[float, int]] = {}
+        """Sum and number of each figure's values. Lists of them would not fit into a copy for the
+        standby coordinator."""
         self.last: dict[str, float] = {}
         """The mean of each figure that was last taken."""
 
     def add(self, figures: Mapping[str, float]) -> None:
         """Add a value of each figure."""
         for name, value in figures.items():
-            self._values[name].append(value)
+            total, count = self._sums.get(name, (0.0, 0))
+            self._sums[name] = total + value, count + 1
 
     def so_far(self) -> dict[str, float]:
         """Return the present means; for a name without new values, the last one."""
-        return self.last | _means(self._values.copy())  # another thread may add to it
+        return self.last | _means(self._sums.copy())  # another thread may add to it
 
     def take(self) -> dict[str, float]:
         """Return the means of names with new values, and start again."""
-        values, self._values = self._values, defaultdict(list)
-        means = _means(values)
+        sums, self._sums = self._sums, {}
+        means = _means(sums)
         self.last |= means
         return means
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        return {"told": dict(self._values), "last": self.last}
+        return {"sums": dict(self._sums), "last": self.last}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state from :meth:`state_dict`."""
-        self._values = defaultdict(list, state["told"])
+        self._sums = {name: (total, count) for name, (total, count) in state["sums"].items()}
         self.last = dict(state["last"])
 
 
-def _means(figures: Mapping[str, list[float]]) -> dict[str, float]:
-    return {name: sum(values) / len(values) for name, values in figures.items()}
+def _means(sums: Mapping[str, tuple[float, int]]) -> dict[str, float]:
+    return {name: total / count for name, (total, count) in sums.items()}
 
 
 class UserMetrics(RunHook):
@@ -92,7 +94,7 @@ class UserMetrics(RunHook):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the figures that were not logged yet."""
-        if "own" in state:  # not in those of older runs
+        if "sums" in state.get("own", {}):  # not in those of older runs
             self.means.load_state_dict(state["own"])
 
     def send(self, figures: Mapping[str, float], is_late: bool) -> None:

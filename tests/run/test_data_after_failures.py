@@ -42,9 +42,13 @@ def play(
     slowdown: dict[int, float],
     samples: int,
     start: float = 0.0,
+    figures: int = 0,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Train, and return the summary; ``lost`` maps workers to the second in which they fail."""
+    """Train, and return the summary; ``lost`` maps workers to the second in which they fail.
+
+    ``figures`` is the number of figures logged in each step.
+    """
     servers = 1 if find_algorithm(algorithm).has_servers else 0
 
     def train(transport: Transport) -> dict[str, Any]:
@@ -66,6 +70,7 @@ def play(
             for x in epoch:
                 loss = module(x.float().view(-1, 1)).sum()
                 loss.backward()
+                run.log(**{f"figure_{number}": 1.0 for number in range(figures)})
                 run.step(loss)
         return run.summary
 
@@ -94,6 +99,17 @@ def test_remaining_samples_of_a_failed_worker_are_redistributed_once(
     assert set(dealt.times.values()) == {1}
     # The failed worker had not yet loaded the last batch of the lost samples.
     assert samples - figures["samples_lost"] <= dealt.times.total() <= samples
+
+
+def test_logged_figures_do_not_prevent_copies_for_the_standby(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Rank 0 fails after thousands of values; the next coordinator knows which samples are left."""
+    dealt = Dealt(monkeypatch)
+    samples = 10 * LENGTH
+    play(tmp_path / "run", "ar-sgd", {0: 35.5}, {}, samples, figures=300, log_every=1000)
+    assert dealt.times.total() >= samples
+    assert set(dealt.times.values()) == {1}
 
 
 def test_failed_worker_continues_its_data_after_resume(
