@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -256,7 +257,9 @@ class BatchListFeed(Feed):
         dataset = cast(MapDataset, self._loader.dataset)
         load = TrainingLoader(dataset, share.seed, collate, is_training)
         arguments = _process_arguments(self._loader, share)
-        return load_in_order(load, keys, share.processes, share.start, **arguments)
+        return load_in_order(
+            load, keys, share.processes, share.start, restart=share.done, **arguments
+        )
 
     def _keys_of(self, epoch: int, batch: Any) -> list[tuple[int, int]]:
         return [(epoch, i) for i in ([batch] if self._items_are_batches else batch)]
@@ -293,7 +296,8 @@ class StreamFeed(Feed):
     has_whole_batches = True
 
     def __init__(self, batches: Iterable[Any], sharded: bool) -> None:
-        self._batches = batches
+        # A new source, as after a failure, continues an iterator where the last one stopped.
+        self._batches = _Counted(batches) if isinstance(batches, Iterator) else batches
         self._sharded = sharded
         if isinstance(batches, DataLoader):
             self.batch_size = batches.batch_size
@@ -341,6 +345,19 @@ class _Batches:
         self._batches = iter(())  # ends the loader processes
 
 
+class _Counted(Iterator[Any]):
+    """An iterator that counts the items taken from it."""
+
+    def __init__(self, items: Iterator[Any]) -> None:
+        self.items = items
+        self.count = 0
+
+    def __next__(self) -> Any:
+        item = next(self.items)
+        self.count += 1
+        return item
+
+
 def _every(batches: Iterable[Any], first: int, step: int, seed: int | None = None) -> Iterator[Any]:
     """Yield each ``step``-th batch from number ``first`` on, epoch after epoch.
 
@@ -350,7 +367,8 @@ def _every(batches: Iterable[Any], first: int, step: int, seed: int | None = Non
     With ``seed``, an order that is drawn from the global generators at the start of an epoch is
     the same for all workers.
     """
-    epoch, number, takers = 0, 0, takers_of_epoch(*_shapers(batches))
+    epoch, takers = 0, takers_of_epoch(*_shapers(batches))
+    number = batches.count if isinstance(batches, _Counted) else 0
     while True:
         for each in takers:
             each.set_epoch(epoch)
@@ -359,9 +377,9 @@ def _every(batches: Iterable[Any], first: int, step: int, seed: int | None = Non
             if number % step == first:
                 yield batch
             number += 1
-        if isinstance(batches, Iterator):
+        if isinstance(batches, _Counted):
             raise UserError(
-                f"batches(): {type(batches).__name__} ended after {number} batches, before "
+                f"batches(): {type(batches.items).__name__} ended after {number} batches, before "
                 "the run did, and an iterator cannot be restarted. Pass an endless one, a "
                 "shorter run, or an iterable that can be iterated again."
             )
@@ -375,6 +393,7 @@ def _every(batches: Iterable[Any], first: int, step: int, seed: int | None = Non
 
 def _shapers(batches: Iterable[Any]) -> tuple[Any, ...]:
     """Return the objects that may determine the batches of an epoch."""
+    batches = batches.items if isinstance(batches, _Counted) else batches
     if not isinstance(batches, DataLoader):
         return batches, getattr(batches, "dataset", None)
     samplers = (*_owners(batches.sampler), *_owners(batches.batch_sampler))
@@ -526,15 +545,14 @@ def _processes_of(loader: DataLoader[Any]) -> tuple[int, str | None]:
 
 def _process_arguments(loader: DataLoader[Any] | None, share: FeedShare) -> dict[str, Any]:
     """Return the loader's arguments for :func:`load_in_order`."""
-    if loader is None or not loader.num_workers:
-        return {}
-    own = share.seed if loader.generator is None else loader.generator.initial_seed()
-    return {
-        "timeout": loader.timeout,
-        "prefetch_factor": loader.prefetch_factor,
-        "worker_init_fn": loader.worker_init_fn,
-        "seed": order_key(own, share.worker) & 0x7FFFFFFFFFFFFFFF,  # as manual_seed() takes it
-    }
+    generator = None if loader is None else loader.generator
+    own = share.seed if generator is None else generator.initial_seed()
+    arguments: dict[str, Any] = {"seed": order_key(own, share.worker)}
+    if loader is not None and loader.num_workers:
+        arguments["timeout"] = loader.timeout
+        arguments["prefetch_factor"] = loader.prefetch_factor
+        arguments["worker_init_fn"] = loader.worker_init_fn
+    return arguments
 
 
 def _shuffles(loader: DataLoader[Any]) -> bool:
@@ -609,7 +627,7 @@ class SamplerOrder:
         self, seed: int, epoch: int, states: list[torch.Tensor]
     ) -> tuple[list[Any], list[torch.Tensor]]:
         """Return an epoch's entries, with generators in ``states``, and their next states."""
-        with global_generators_kept():
+        with global_generators_kept(), _generators_kept(self._generators):
             seed_global_generators(order_key(seed, epoch))
             for generator, state in zip(self._generators, states, strict=True):
                 generator.set_state(state)
@@ -621,6 +639,7 @@ class SamplerOrder:
             for owner in takers_of_epoch(*_owners(self._sampler)):
                 owner.set_epoch(epoch)
             entries = list(islice(self._sampler, self.length + 1))
+            after = [generator.get_state() for generator in self._generators]
         count = len(entries)
         if count > self.length or (count < self.length and not self._may_be_short):
             listed = f"{count}" if count <= self.length else "more"
@@ -628,7 +647,21 @@ class SamplerOrder:
                 f"batches(): sampler {type(self._sampler).__name__} of the DataLoader has length "
                 f"{self.length} but lists {listed} in epoch {epoch}. Correct its __len__."
             )
-        return entries, [generator.get_state() for generator in self._generators]
+        return entries, after
+
+
+@contextmanager
+def _generators_kept(generators: Sequence[torch.Generator]) -> Iterator[None]:
+    """Restore the states of the generators after the block.
+
+    Workers that draw different numbers of epochs must agree on the order of another pass.
+    """
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 def _generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:

@@ -254,7 +254,9 @@ def _decode_all(listing: SplitListing, size: tuple[int, int]) -> npt.NDArray[np.
 
 def fingerprint(listing: SplitListing) -> str:
     """Return a name for the decoded images that changes if any file changes."""
-    digest = hashlib.sha256(b"uint8 NCHW RGB, version 1")
+    digest = hashlib.sha256(b"uint8 NCHW RGB, version 2")
+    # Other folders may have files of the same names, sizes and times.
+    digest.update(os.fsencode(listing.root.resolve()) + b"\n")
     for index, name in enumerate(listing.names):
         try:
             state = listing.path(index).stat()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import random
+import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -29,12 +31,18 @@ from torch.utils.data import (
 from aladdin_mpi.data.datasets import MapDataset, known_classes
 from aladdin_mpi.data.images import ImageArrays, ImageFiles, Skip, SkippedImages, skips_of
 from aladdin_mpi.data.loader_processes import Start
-from aladdin_mpi.data.sampler import AUGMENTATION, Int64Array, ShardedStream, sample_keys
+from aladdin_mpi.data.sampler import (
+    AUGMENTATION,
+    Int64Array,
+    ShardedStream,
+    order_key,
+    sample_keys,
+)
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.process.guard import no_exit
 
 Batch = tuple[Tensor, Tensor]
-Key = tuple[int, int]
+Key = tuple[int, Any]
 Places = tuple[Int64Array, Int64Array]
 """Epochs and indices of samples."""
 Collate = Callable[[list[Any]], Any]
@@ -45,6 +53,8 @@ AHEAD = 2
 TRIALS = 3
 """Number of first batches that are loaded on request, to measure their loading time."""
 THREAD = "aladdin_mpi loader"
+LARGEST_SEED = 0x7FFFFFFFFFFFFFFF
+"""Of ``manual_seed()``."""
 LEAST_SECONDS = 0.002
 """Loading time of a batch above which a thread is worthwhile."""
 
@@ -122,7 +132,13 @@ class BatchSource:
         taken = (stream.take(size) for _ in itertools.count())
         if self._loader_workers and self._arrays is None:
             processes = self._loader_workers, self._start
-            return load_in_order(self._loader, map(_keys, taken), *processes, **self._arguments)
+            return load_in_order(
+                self._loader,
+                map(_keys, taken),
+                *processes,
+                restart=self.stream.position,
+                **self._arguments,
+            )
         return self._load_ahead(taken) if self._ahead else map(self._load, taken)
 
     def _load_ahead(self, taken: Iterator[Places]) -> Iterator[Any]:
@@ -248,7 +264,8 @@ class TrainingLoader:
         is_training: otherwise samples are loaded for evaluation, and epochs are not set.
 
     Attributes:
-        draws: whether a trial batch has drawn from the process's global generators.
+        draws: whether a trial batch has drawn from the process's global generators, or a batch of
+            another epoch may.
     """
 
     def __init__(
@@ -260,25 +277,25 @@ class TrainingLoader:
         self._augmented = getattr(dataset, "augmented", None) if is_training else None
         self._epoch = -1
         self._takes_epoch = takers_of_epoch(*parts_of(dataset)) if is_training else []
-        self.draws = False
+        self.draws = bool(self._takes_epoch)
 
     def __call__(self, keys: list[Key], mode: LoadMode = LoadMode.ALONE) -> Any:
         """Load a batch; unless CONCURRENT, seed the global generators for each sample."""
-        epochs, indices = torch.tensor(keys).numpy().T
-        numbers = sample_keys(self._seed, AUGMENTATION, epochs, indices).tolist()
+        epochs = np.array([epoch for epoch, _ in keys], dtype=np.int64)
+        indices = [_plain(index) for _, index in keys]
+        places = np.array([_number_of(index) for index in indices], dtype=np.int64)
+        numbers = sample_keys(self._seed, AUGMENTATION, epochs, places).tolist()
         with nullcontext() if mode is LoadMode.CONCURRENT else global_generators_kept():
             samples = [
                 self._sample(epoch, index, number, mode)
-                for epoch, index, number in zip(
-                    epochs.tolist(), indices.tolist(), numbers, strict=True
-                )
+                for epoch, index, number in zip(epochs.tolist(), indices, numbers, strict=True)
             ]
         before = _positions() if mode is LoadMode.TRIAL else None
         batch = self._collate(samples)
         self.draws |= before is not None and before != _positions()
         return batch
 
-    def _sample(self, epoch: int, index: int, number: int, mode: LoadMode) -> Any:
+    def _sample(self, epoch: int, index: Any, number: int, mode: LoadMode) -> Any:
         if epoch != self._epoch:
             self._epoch = epoch
             for each in self._takes_epoch:
@@ -290,6 +307,19 @@ class TrainingLoader:
         sample = self.dataset[index] if augmented is None else augmented(index, number)
         self.draws |= before is not None and before != _positions()
         return sample
+
+
+def _plain(index: Any) -> Any:
+    """Return a tensor's or NumPy's integer as an int, and other keys of samples as they are."""
+    try:
+        return operator.index(index)
+    except TypeError:
+        return index
+
+
+def _number_of(index: Any) -> int:
+    """Return a number for the key of a sample, which seeds its augmentation."""
+    return index if isinstance(index, int) else zlib.crc32(repr(index).encode())
 
 
 def seed_global_generators(key: int) -> None:
@@ -328,6 +358,7 @@ def load_in_order(
     prefetch_factor: int | None = None,
     worker_init_fn: Callable[[int], object] | None = None,
     seed: int = 0,
+    restart: int = 0,
 ) -> Iterator[Any]:
     """Yield ``load(key)`` for each of ``keys``, loaded ahead by processes, if any.
 
@@ -343,7 +374,10 @@ def load_in_order(
         prefetch_factor: batches that each process loads ahead; None for torch's default.
         worker_init_fn: called in each process with its number before loading.
         seed: of the processes' initial random states, which differ among processes.
+        restart: differs each time that loading is started again, so that random states do not
+            repeat; 0: for the first time.
     """
+    own_seed = (order_key(seed, restart) if restart else seed) & LARGEST_SEED
     dataset = getattr(load, "dataset", None)
 
     def loader(method: str | None) -> DataLoader[_Loaded]:
@@ -354,7 +388,7 @@ def load_in_order(
             collate_fn=_as_it_is,
             multiprocessing_context=method,
             # Without a generator, it would draw from the global one.
-            generator=torch.Generator().manual_seed(seed),
+            generator=torch.Generator().manual_seed(own_seed),
             timeout=timeout,
             prefetch_factor=prefetch_factor,
             worker_init_fn=partial(_begin_process, dataset, worker_init_fn),

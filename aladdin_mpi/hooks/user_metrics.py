@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,8 +20,47 @@ TAKEN = frozenset(
     | {"wait_fraction", "bytes_sent_per_step", "gradients", "gradients_refused"}
 )
 """Names that lines of metrics use already."""
+SUMMARISED = frozenset(
+    {"algorithm", "engine", "workers", "servers", "model", "dataset", "seed", "parameters", "steps"}
+    | {"epochs", "messages_refused", "failures", "samples_lost", "version", "own", "images_skipped"}
+    | {"skipped", "gradients_computed", "gradients_applied", "gradients_coalesced"}
+    | {"gradients_dropped", "gradients_lost", "gradients_meanwhile", "model_variance"}
+)
+"""Names that summaries and lines on evaluations use already, besides `TAKEN`."""
 MOST_BYTES = 1 << 14
 """Most bytes of figures in one message."""
+
+
+def numbers_of(figures: object, where: str, taken: Collection[str]) -> dict[str, float]:
+    """Return a script's figures as Python's numbers.
+
+    Args:
+        figures: the figures by name; tensors and NumPy's numbers are converted.
+        where: the argument or function in error messages.
+        taken: names that cannot be used.
+
+    Raises:
+        UserError: a figure is not a number, or a name is in use.
+    """
+    if not isinstance(figures, Mapping):
+        raise UserError(
+            f"{where}: expected a dict of figures by name, got {type(figures).__name__}; return "
+            'for example {"accuracy": 0.5}'
+        )
+    plain = {}
+    for name, value in figures.items():
+        if name in taken:
+            raise UserError(f"{where}: {name} is logged by the run itself. Use another name.")
+        number = value
+        if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
+            number = value.item()
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            raise UserError(
+                f"{where}: {name}: expected a number, got {type(value).__name__}; convert it with "
+                "float()"
+            )
+        plain[str(name)] = float(number)
+    return plain
 
 
 class Means:
@@ -103,17 +143,7 @@ class UserMetrics(RunHook):
         Raises:
             UserError: a figure is not a number, there are too many, or a name is in use.
         """
-        plain = {}
-        for name, value in figures.items():
-            if name in TAKEN:
-                raise UserError(f"run.log: {name} is logged by the run itself. Use another name.")
-            number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-            if isinstance(number, bool) or not isinstance(number, (int, float)):
-                raise UserError(
-                    f"run.log: {name}: expected a number, got {type(value).__name__}; convert it "
-                    "with float()"
-                )
-            plain[name] = float(number)
+        plain = numbers_of(figures, "run.log", TAKEN)
         if self._transport.rank == 0:
             self.means.add(plain)
             return

@@ -79,7 +79,7 @@ class UserTask:
         skipped: the dataset's record of skipped images, if it skips any.
         origin: of the run.
         project: projections that the script applies to parameters after each step.
-        whole: segments of the run end at multiples of this number of samples.
+        uncut: samples of a batch, if none may be cut; 0: the last ones of a segment may be.
         parts: names of the submodules that each batch steps one after another.
         is_sized: whether the data have a length, which a resumed run must keep.
     """
@@ -97,7 +97,7 @@ class UserTask:
     skipped: SkippedImages | None
     origin: Origin
     project: Sequence[Projection] = ()
-    whole: int = 1
+    uncut: int = 0
     parts: Sequence[str] = ()
     is_sized: bool = True
 
@@ -121,14 +121,16 @@ def assemble(
         UserError, RefusedError: ranks disagree, or a folder cannot be used.
     """
     numbers = () if takeover is None else takeover.numbers
-    context = make_context(transport, options, algorithm, module, numbers, task.project, task.parts)
+    context = make_context(
+        transport, options, algorithm, module, numbers, task.project, task.parts, task.uncut
+    )
     if takeover is None:
         state = ""
         if task.optimizer is not None and options.resume is None and algorithm.holder == "first":
             state = task.optimizer.describe_state()  # all ranks make the same steps
         model, servers = context.whole.describe(), context.servers
         check_agreement(transport, options, model, task.data, servers, _described(task), state)
-    plan = make_plan(options, task.epoch, task.origin, not transport.models_time, task.whole)
+    plan = make_plan(options, task.epoch, task.origin, not transport.models_time, task.uncut)
     base = options.lr if task.optimizer is None else 1.0
     lr = LearningRate(options, context.workers, task.epoch, plan.total, base, task.schedule)
     if takeover is None:
@@ -189,12 +191,15 @@ def _assemble_in(
         rate = _rate_of(lr, optimizer)
         coordinator = Coordinator(context, role, plan, rate, hooks) if first else None
         session = Session(context, plan, role, local, coordinator, hooks, task.origin)
-        if takeover is not None:
-            take_over(session, takeover)
-        else:
-            local.seed(options.seed * 1_000_003 + transport.rank + 1)
+        if takeover is None:
+            local.seed(_own_seed(options.seed, transport.rank))
             if options.resume is not None:
                 checkpoints.resume(session, lr)
+        else:
+            if takeover.mine is None:  # a spare rank, or one of another job
+                number = takeover.plan.members.number
+                local.seed(_own_seed(options.seed, takeover.base.rank, number))
+            take_over(session, takeover)
         fail_together(transport, context.islands)  # after others have noted the failure itself
         group = 1 if takeover is None else takeover.plan.members.number
         claim = partial(run_folder.claim, folder.path, group)
@@ -204,6 +209,11 @@ def _assemble_in(
         replicas = _replicas(context, role)
         parts = evaluations, user_metrics, skips, standby, log, replicas
         return Rank(session, folder, optimizer, heartbeats, *parts)
+
+
+def _own_seed(seed: int, rank: int, group: int = 1) -> int:
+    """Return a rank's initial random state, which differs from all others' of the run."""
+    return seed * 1_000_003 + (group - 1) * 10_007 + rank + 1
 
 
 def _rate_of(lr: LearningRate, optimizer: Optimizer) -> Callable[[int], float]:

@@ -27,7 +27,8 @@ from aladdin_mpi.flat.replica import Projection
 from aladdin_mpi.flat.shards import is_sharded
 from aladdin_mpi.flat.vectors import check_module
 from aladdin_mpi.hooks.checkpoints import find_origin
-from aladdin_mpi.hooks.measurement import Evaluate
+from aladdin_mpi.hooks.measurement import Evaluate, Measurement
+from aladdin_mpi.hooks.user_metrics import SUMMARISED, TAKEN, numbers_of
 from aladdin_mpi.options.algorithms import Algorithm
 from aladdin_mpi.options.checks import checked_algorithm
 from aladdin_mpi.options.run import RunOptions
@@ -68,6 +69,13 @@ from aladdin_mpi.session.user_optimizer import OptimizerInput, resolve, settings
 from aladdin_mpi.transport.base import Transport, once
 from aladdin_mpi.transport.checksums import ChecksumTransport
 from aladdin_mpi.worker.role import TrainingWorker
+
+
+def _with_numbers(evaluate: Evaluate | None) -> Evaluate | None:
+    """Return a script's ``evaluate`` such that its figures can be written."""
+    if evaluate is None or isinstance(evaluate, Measurement):
+        return evaluate
+    return lambda module: numbers_of(evaluate(module), "evaluate", TAKEN | SUMMARISED)
 
 
 class DataParallel:
@@ -213,7 +221,7 @@ class DataParallel:
         self._optimizer = all_or_none(
             transport, lambda: resolve(module, self.options, optimizer, scheduler)
         )
-        self._evaluate = evaluate
+        self._evaluate = _with_numbers(evaluate)
         self._runner: ElasticRunner | None = None
         self._deliver = Delivery(self.device, self.options.channels_last)
         self._loop = Loop(self._deliver, self._parts)
@@ -442,7 +450,7 @@ class DataParallel:
             skipped=None if feed is None else feed.skipped,
             origin=origin,
             project=tuple(self._projections),
-            whole=prepared.whole,
+            uncut=prepared.uncut,
             parts=self._parts,
             is_sized=prepared.is_sized,
         )

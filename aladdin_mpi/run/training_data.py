@@ -30,15 +30,14 @@ class TrainingData:
     Attributes:
         length: samples of an epoch; of the run, if the data have no length.
         feed: None if only the number of samples is used.
-        whole: segments of the run end at multiples of this number of samples, so that no batch is
-            cut.
+        uncut: samples of a batch, if none may be cut; 0: the last ones of a segment may be.
         is_sized: whether the data have a length.
     """
 
     options: RunOptions
     length: int
     feed: Feed | None
-    whole: int = 1
+    uncut: int = 0
     is_sized: bool = True
 
     def facts(self, is_server: bool) -> dict[str, Any]:
@@ -109,7 +108,6 @@ def prepare(
             f"--epochs requires data with a length; {type(data).__name__} has none. Pass "
             "samples= or steps= instead."
         )
-    round_size = options.batch_size * origin.first_workers
     if feed.drops_last:
         _check_rounds(options, length, origin.first_workers)
     if not length:
@@ -117,8 +115,8 @@ def prepare(
             f"training loop: expected data with at least one sample, got {type(data).__name__} "
             "of none; check what it is made of"
         )
-    whole = round_size if feed.has_whole_batches else 1
-    return TrainingData(options, length, feed, whole, is_sized)
+    uncut = options.batch_size if feed.has_whole_batches else 0
+    return TrainingData(options, length, feed, uncut, is_sized)
 
 
 def _check_rounds(options: RunOptions, length: int, workers: int) -> None:

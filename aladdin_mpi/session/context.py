@@ -88,6 +88,7 @@ class Context:
         numbers: initial number of each worker in the run; empty: unchanged.
         project: functions that the script applies to parameters after each step.
         parts: names of the submodules that each batch steps one after another.
+        uncut: samples of a batch, if none may be cut; 0: the last ones of a segment may be.
     """
 
     transport: Transport
@@ -100,6 +101,7 @@ class Context:
     numbers: Sequence[int] = ()
     project: Sequence[Projection] = ()
     parts: Sequence[str] = ()
+    uncut: int = 0
 
     @cached_property
     def projections(self) -> Projections:
@@ -125,7 +127,12 @@ class Context:
 
     @cached_property
     def unit(self) -> int:
-        """Samples of which leases have multiples: FSDP adds gradients of equal parts of them."""
+        """Samples of which leases have multiples, so that members of an island have equal parts.
+
+        FSDP adds their gradients without weights.
+        """
+        if self.uncut:
+            return self.uncut * self.islands.size
         return self.islands.size if self.is_sharded else 1
 
     @cached_property
@@ -225,6 +232,7 @@ def make_context(
     numbers: Sequence[int] = (),
     project: Sequence[Projection] = (),
     parts: Sequence[str] = (),
+    uncut: int = 0,
 ) -> Context:
     """Return this rank's context; every rank calls it.
 
@@ -255,9 +263,8 @@ def make_context(
             place = islands.lane(transport.rank)
             assert place is not None
             check_sharding(module, islands.size, place)
-        context = Context(
-            transport, options, algorithm, module, whole, islands, lanes, numbers, project, parts
-        )
+        rest = numbers, project, parts, uncut
+        context = Context(transport, options, algorithm, module, whole, islands, lanes, *rest)
         _check_whole_parameters(context)
         return context
 

@@ -102,12 +102,14 @@ class Plan:
 
 
 def make_plan(
-    options: RunOptions, epoch: int, origin: Origin, over_mpi: bool, whole: int = 1
+    options: RunOptions, epoch: int, origin: Origin, over_mpi: bool, uncut: int = 0
 ) -> Plan:
     """Return the plan; without MPI no checkpoint is due by time.
 
-    An epoch has ``epoch`` samples. Checkpoints are written after multiples of ``whole`` samples.
+    An epoch has ``epoch`` samples. If batches of ``uncut`` samples may not be cut, checkpoints are
+    written after rounds of one batch per worker.
     """
+    whole = uncut * origin.first_workers or 1
     total = samples_of(options, epoch, origin.first_workers)
     assert total is not None  # since the epoch's length is known
     step = options.step_size * origin.first_workers

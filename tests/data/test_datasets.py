@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import os
 import runpy
 import subprocess
 import sys
@@ -215,6 +216,19 @@ def test_cache_on_and_off_return_the_same_samples(tmp_path: Path) -> None:
     for i in range(8):
         assert torch.equal(arrays.train[i][0], files.train[i][0])
         assert arrays.train[i][1] == files.train[i][1]
+
+
+def test_folders_with_equal_names_sizes_and_times_are_distinguished(tmp_path: Path) -> None:
+    """As extracted from an archive without times, with images of fixed sizes."""
+    pixels = {}
+    for value in (0, 255):
+        file = tmp_path / f"{value}" / "cat" / "0.ppm"
+        file.parent.mkdir(parents=True)
+        file.write_bytes(b"P6 2 2 255\n" + bytes([value] * 12))
+        os.utime(file, (1e9, 1e9))
+        listing = imagefolder.list_images(tmp_path / f"{value}", ["cat"])
+        pixels[value] = imagefolder.fingerprint(listing)
+    assert pixels[0] != pixels[255]
 
 
 def test_fingerprint_changes_with_image_file(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     WeightedRandomSampler,
+    get_worker_info,
 )
 
 from aladdin_mpi.data.feeds import Feed, FeedShare, feed_of
@@ -252,3 +253,56 @@ def test_feed_rejects_iterator_that_ends_before_run() -> None:
     feed = feed_of(itertools.islice(endless(), 4), False, BATCH)
     with pytest.raises(UserError, match=r"batches\(\).*\bislice\b.*\b4\b"):
         taken(feed, 0, 3)
+
+
+def test_iterator_is_continued_by_another_source() -> None:
+    """As after a failure, with other numbers of workers."""
+    feed = feed_of(itertools.count(), False, BATCH)
+    first = feed.source(FeedShare(1, 3, 7, BATCH))
+    assert [first.next_batch(BATCH) for _ in range(3)] == [1, 4, 7]
+    second = feed.source(FeedShare(0, 2, 7, BATCH))
+    assert [second.next_batch(BATCH) for _ in range(3)] == [8, 10, 12]
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [(["b", "c", "a"], ["B", "C", "A"]), ([(1, 2), (3, 4)], [3, 7]), ([[1, 2], [0]], [3, 0])],
+    ids=["names", "pairs", "lists"],
+)
+def test_keys_of_samples_need_not_be_numbers(keys: list[Any], expected: list[Any]) -> None:
+    """With ``batch_size=None``, a sampler of lists is torch's way to load batches at once."""
+
+    class Keyed(Dataset[Any]):
+        def __getitem__(self, key: Any) -> Any:
+            return key.upper() if isinstance(key, str) else sum(key)
+
+        def __len__(self) -> int:
+            return len(keys)
+
+    data: DataLoader[Any] = DataLoader(Keyed(), batch_size=None, sampler=keys)
+    source = feed_of(data, False, BATCH).source(FeedShare(0, 1, 7, BATCH))
+    assert [source.next_batch(BATCH) for _ in keys] == expected
+
+
+class Seeds(Dataset[int]):
+    """Samples are the seeds of the loader processes."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        info = get_worker_info()
+        assert info is not None
+        return info.seed
+
+
+def test_loader_processes_of_all_workers_and_restarts_have_own_seeds() -> None:
+    seeds = []
+    for data in (Seeds(), DataLoader(Seeds(), 2, num_workers=1)):
+        feed = feed_of(data, False, 2)
+        for worker, done in ((0, 0), (1, 0), (0, 4)):
+            source = feed.source(FeedShare(worker, 2, 7, 2, done, processes=1))
+            seeds.append(int(source.next_batch(2)[0]))
+            source.close()
+    assert len(set(seeds[:3])) == 3
+    assert seeds[:3] == seeds[3:]

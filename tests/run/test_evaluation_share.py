@@ -132,6 +132,31 @@ def test_servers_get_no_evaluation_batches(tmp_path: Path) -> None:
     assert evaluate(tmp_path / "asp", 2, "loader", "asp") == [whole[::2], whole[1::2]]
 
 
+def test_generator_of_the_training_loader_determines_one_order(tmp_path: Path) -> None:
+    """Workers have drawn different numbers of epochs when they evaluate the training data."""
+    shares: list[list[float]] = [[] for _ in range(3)]
+
+    def main(transport: Transport) -> None:
+        model = nn.Linear(2, 1)
+        run = DataParallel(
+            model, transport=transport, algorithm="asp", epochs=3, batch_size=4, quiet=True,
+            run_dir=tmp_path, compute_time=0.01, slowdown={0: 3.0},
+        )  # fmt: skip
+        data = torch.arange(24.0)
+        loader = DataLoader(
+            TensorDataset(data), 4, shuffle=True, generator=torch.Generator().manual_seed(0)
+        )
+        for epoch in run.epochs(loader):
+            for (inputs,) in epoch:
+                run.step(model(inputs.view(-1, 2)).sum().backward())
+            shares[run.worker] += [
+                each for (batch,) in run.evaluation_batches(loader) for each in batch.tolist()
+            ]
+
+    VirtualCluster(4, Cluster(), 0).run(main)
+    assert sorted(each for share in shares for each in share) == sorted([*range(24)] * 3)
+
+
 def test_evaluation_after_the_run_is_refused(tmp_path: Path) -> None:
     def main(transport: Transport) -> None:
         model = nn.Linear(2, 1)

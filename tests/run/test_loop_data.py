@@ -60,7 +60,7 @@ def run_in(
         own = data() if callable(data) else data
         run = DataParallel(
             model, transport=transport, algorithm="ar-sgd", lr=0.1, momentum=0.9,
-            run_dir=folder, quiet=True, **{**PLAIN, **settings},
+            quiet=True, **{**PLAIN, "run_dir": folder, **settings},
         )  # fmt: skip
         for batch in run.batches(own):
             sizes[transport.rank].append(len(batch[0]))
@@ -99,6 +99,23 @@ def test_data_loader_generator_determines_same_order_as_plain_torch(tmp_path: Pa
     trained(expected, loader(32), 3)
     _, model = run_in(tmp_path / "run", 2, lambda: loader(16), epochs=3)
     assert_equal(model, expected)
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_other_numbers_of_workers_cut_no_batch(tmp_path: Path, workers: int) -> None:
+    """Segments end after rounds of the first three workers."""
+    forms = (
+        lambda: DataLoader(DATA, 8, shuffle=True, drop_last=True),
+        lambda: DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 8, True)),
+    )
+    for number, form in enumerate(forms):
+        folder = tmp_path / f"{number}"
+        settings: dict[str, Any] = {"checkpoint_every": "24", "samples": 48}
+        run_in(folder, 3, form, **settings, batch_size=8)
+        resumed = {"resume": folder, "allow_resize": True, "run_dir": None}
+        sizes, _ = run_in(folder, workers, form, **{**settings, "samples": 144, **resumed})
+        assert {size for own in sizes for size in own} == {8}
+        assert sum(map(len, sizes)) == (144 - 48) // 8
 
 
 def test_drop_last_prevents_batch_of_one_for_batch_norm(tmp_path: Path) -> None:
