@@ -11,7 +11,7 @@ from aladdin_mpi.advice import bottleneck, candidates, learning
 from aladdin_mpi.advice.candidate_search import SHORT, TOO_LARGE, CandidateResult, CandidateSearch
 from aladdin_mpi.advice.candidates import Candidate, ClusterTraits
 from aladdin_mpi.advice.learning import SampleEfficiency
-from aladdin_mpi.advice.memory import worker_models
+from aladdin_mpi.advice.memory import least_models
 from aladdin_mpi.advice.options import AdviceRequest, AdviseOptions, Change, grown
 from aladdin_mpi.advice.report import Advice, Scaling, as_data, as_text, draw
 from aladdin_mpi.comparison.figures import markdown, plain
@@ -40,7 +40,9 @@ def advise(request: AdviceRequest) -> Advice:
     on = candidates.ground(request, megabytes)
     names = candidates.names(request.options.algorithms, on.workers)
     report_progress = _progress(request)
-    pilot = learning.pilot(request, names, report_progress) if request.options.pilot else None
+    pilot = None
+    if request.options.pilot:
+        pilot = learning.pilot(request, on, names, report_progress)
     efficiency = _sample_efficiency(request, on, pilot)
     search = CandidateSearch(request, on, f"size:{megabytes:.6g}", efficiency, report_progress)
     entries = search.run(names)
@@ -66,8 +68,7 @@ def advise(request: AdviceRequest) -> Advice:
 
 def _least(entries: Sequence[CandidateResult], on: ClusterTraits) -> float:
     """Return the smallest GPU memory that a candidate needs, in GB."""
-    known = (worker_models(entry.candidate, on.node) for entry in entries)
-    return min(models[0] for models in known if models is not None) * on.megabytes / 1e3
+    return min(least_models(entry.candidate, on.node) for entry in entries) * on.megabytes / 1e3
 
 
 def _check_free(options: AdviseOptions) -> None:
@@ -130,7 +131,7 @@ def _sample_efficiency(
         if request.options.target == "time":
             return SampleEfficiency(1.0)
         if pilot is not None:
-            return pilot[candidate.algorithm]
+            return learning.in_rounds_of(pilot[candidate.algorithm], candidate, on)
         return learning.efficiency(candidate, on)
 
     return efficiency

@@ -26,7 +26,7 @@ from aladdin_mpi.advice.candidates import (
     variants,
 )
 from aladdin_mpi.advice.learning import SampleEfficiency
-from aladdin_mpi.advice.memory import worker_models
+from aladdin_mpi.advice.memory import least_models
 from aladdin_mpi.advice.options import AdviceRequest
 from aladdin_mpi.advice.timed_run import Processes, TimedRun
 from aladdin_mpi.options.run import SimulateOptions
@@ -177,7 +177,7 @@ class CandidateSearch:
     ) -> SimulateOptions:
         """Return the options of a timed run of ``steps`` steps per worker, on ``small`` or all."""
         request, on = (small.request, small.ground) if small else (self._request, self._ground)
-        steps = max(steps, TIMED_ROUNDS * candidate.rounds)
+        steps = max(steps, TIMED_ROUNDS * candidate.period)
         batch, workers = request.options.batch_size, on.workers
         jitter = {} if ("jitter",) in request.cluster else {"jitter": JITTER}
         # The first rounds are slower, and would be all of a short run.
@@ -272,8 +272,9 @@ class CandidateSearch:
     def _has_memory(self, candidate: Candidate) -> bool:
         """Return whether a GPU has the memory that a worker is known to need."""
         given = self._request.options.gpu_memory
-        models = worker_models(candidate, self._ground.node)
-        return given is None or models is None or models[0] * self._gigabytes <= given
+        return (
+            given is None or least_models(candidate, self._ground.node) * self._gigabytes <= given
+        )
 
     def _prune(self, futures: Futures) -> None:
         best = self.best * (1 - TIE)
@@ -289,7 +290,8 @@ class CandidateSearch:
             is_near = entry.score >= NEAR * self.best
             for candidate in variants(entry.candidate.algorithm, self._ground):
                 fewer = candidate.servers < entry.candidate.servers
-                may_win = bound(candidate, self._ground) * self._unit * entry.share.value
+                may_win = bound(candidate, self._ground) * self._unit
+                may_win *= self._share(candidate).value
                 is_cheap = self._smaller is None or self._smaller.candidate(candidate) is not None
                 if is_cheap and may_win >= self.best * (1 - TIE) and (is_near or not fewer):
                     promising.append(candidate)

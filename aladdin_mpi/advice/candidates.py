@@ -10,7 +10,13 @@ from typing import Any
 from aladdin_mpi.advice.options import AdviceRequest
 from aladdin_mpi.advice.timed_run import LinkUse, TimedRun, busiest_first
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.options.algorithms import ALGORITHMS, Algorithm, find_algorithm
+from aladdin_mpi.options.algorithms import (
+    ALGORITHMS,
+    Algorithm,
+    AshlOptions,
+    LocalSgdOptions,
+    find_algorithm,
+)
 from aladdin_mpi.options.fields import kebab
 from aladdin_mpi.options.run import SimulateOptions
 
@@ -84,6 +90,11 @@ class Candidate:
         return int(own.get("diloco.steps", own.get("async_diloco.steps", 0)))
 
     @property
+    def period(self) -> int:
+        """Steps from one exchange to the next, if they are several; 0: it sends in every step."""
+        return self.rounds or PERIODS.get(self.algorithm, 0)
+
+    @property
     def has_islands(self) -> bool:
         """Whether the workers of a node act as one."""
         return "island" in dict(self.options)
@@ -105,6 +116,12 @@ class Candidate:
         return ", ".join(parts)
 
 
+_ASHL = AshlOptions()
+PERIODS = {
+    "local-sgd": LocalSgdOptions().steps,
+    "ashl": _ASHL.profile + _ASHL.coarse_steps,
+}
+"""See :attr:`Candidate.period`."""
 REFERENCE = Candidate("ar-sgd", 0, False)
 """The baseline, which is always timed."""
 
@@ -181,7 +198,7 @@ def names(requested: Sequence[str], workers: int) -> list[str]:
             f"--algorithms: expected one that runs with {workers} workers, got "
             f"{' '.join(known)}; name others"
         )
-    return usable
+    return list(dict.fromkeys(usable))
 
 
 def plain(name: str, on: ClusterTraits) -> Candidate:

@@ -25,7 +25,6 @@ from aladdin_mpi.advice.candidates import (
     GOSSIP,
     Candidate,
     ClusterTraits,
-    ground,
     link_steps,
     plain,
 )
@@ -135,6 +134,10 @@ def efficiency(candidate: Candidate, on: ClusterTraits) -> SampleEfficiency:
     if not rows or (not number and candidate.algorithm in table()):
         return known
     slow = _interpolated(rows, number)
+    if candidate.algorithm in CHOOSES_WIRE and number < (least := min(rows)):
+        part = log(number) / log(least)
+        value = known.value + part * (slow.value - known.value)
+        slow = replace(slow, value=value, interval=None, is_sure=False)
     if candidate.algorithm in table() and known.value < slow.value:
         return known
     source = f"measured with a GPT and {SLOW_WORKERS} workers over slow links"
@@ -148,7 +151,7 @@ def _number(candidate: Candidate, on: ClusterTraits) -> float:
         return float(candidate.rounds or 1)
     steps = link_steps(candidate, on)
     if candidate.algorithm in CHOOSES_WIRE:
-        return steps if steps > BYTES["fp32"] / BYTES["int8"] else 0.0
+        return steps if steps > 1 else 0.0
     steps *= BYTES[candidate.wire or "fp32"] / BYTES["fp32"]
     return steps if steps > 1 else 0.0
 
@@ -263,11 +266,15 @@ def taught(mine: Curve, base: Curve) -> float:
 
 # -- from a pilot --------------------------------------------------------------------------
 def pilot(
-    request: AdviceRequest, names: Sequence[str], report_progress: Callable[[str, int, int], None]
+    request: AdviceRequest,
+    on: ClusterTraits,
+    names: Sequence[str],
+    report_progress: Callable[[str, int, int], None],
 ) -> dict[str, SampleEfficiency]:
     """Return the sample efficiencies of algorithms, by simulated training with real gradients.
 
-    ``report_progress`` is called with a description, and the numbers of completed and of all runs.
+    They are those of the plain candidates. ``report_progress`` is called with a description, and
+    the numbers of completed and of all runs.
 
     Raises:
         UserError: the loss of synchronous SGD does not fall, so that there is no baseline.
@@ -276,7 +283,7 @@ def pilot(
     curves: dict[str, Curve] = {}
     with closing(Processes(request.jobs)) as pool:
         tried = list(dict.fromkeys([BASE, *(name for name in names if name not in EXACT)]))
-        futures = {pool.submit(real_run, _pilot_options(request, name)): name for name in tried}
+        futures = {pool.submit(real_run, _pilot_options(request, on, name)): name for name in tried}
         for completed, future in enumerate(as_completed(futures), start=1):
             curves[futures[future]] = future.result()
             report_progress(f"pilot: {futures[future]}", completed, len(tried))
@@ -295,8 +302,20 @@ def pilot(
     return efficiencies
 
 
-def _pilot_options(request: AdviceRequest, name: str) -> dict[str, Any]:
-    options, on = request.options, ground(request, 1.0)
+def in_rounds_of(
+    piloted: SampleEfficiency, candidate: Candidate, on: ClusterTraits
+) -> SampleEfficiency:
+    """Return the sample efficiency of a pilot for a candidate, whose rounds may be longer."""
+    first = plain(candidate.algorithm, on)
+    if candidate.rounds == first.rounds:
+        return piloted
+    ratio = efficiency(candidate, on).value / efficiency(first, on).value
+    source = f"{piloted.source} with {first.rounds} steps per round"
+    return SampleEfficiency(piloted.value * ratio, source, is_sure=False)
+
+
+def _pilot_options(request: AdviceRequest, on: ClusterTraits, name: str) -> dict[str, Any]:
+    options = request.options
     whole, steps = options.batch_size * on.workers, int(options.pilot or 0)
     fields = {
         "compute": "real",

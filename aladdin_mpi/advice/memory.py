@@ -8,6 +8,7 @@ from functools import cache
 from aladdin_mpi.advice.candidates import Candidate
 from aladdin_mpi.advice.tables import read_table
 
+LEAST = 2.0
 DEFAULT = "default"
 """The key of the wire format that ``--wire auto`` chooses."""
 
@@ -34,6 +35,20 @@ def worker_models(candidate: Candidate, node: int) -> tuple[float, float] | None
         return measured
     device, pinned = measured
     return 2 + device / node, 3 + pinned / node
+
+
+def least_models(candidate: Candidate, node: int) -> float:
+    """Return a lower bound of a worker's GPU memory, in models.
+
+    Unmeasured wire formats need no less than the default one, or the smallest that is measured. A
+    worker always has parameters and a gradient.
+    """
+    measured = worker_models(candidate, node)
+    if measured is not None:
+        return measured[0]
+    known = [device for device, _ in table().get(candidate.algorithm, {}).values()]
+    device = min(known, default=LEAST)
+    return 2 + device / node if candidate.has_islands else device
 
 
 def server_models(candidate: Candidate, workers: int) -> float | None:

@@ -152,12 +152,13 @@ def _run(options: dict[str, Any]) -> TimedRun:
             return summary
 
         summary = cluster.run(main)[0] or {}
-        lines = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        text = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8")
+    lines = [files.read(line) for line in text.splitlines()]
     steps = summary["samples"] / (requested.workers * requested.batch_size)
     most = max((max(each) for way, each in carried.items() if way != "local"), default=0)
     return TimedRun(
-        rate_of([files.read(line) for line in lines], summary),
-        summary["wait_fraction"],
+        rate_of(lines, summary),
+        waiting_of(lines, summary),
         _links(carried, requested, summary["seconds"]),
         most / steps,
         time.process_time() - began,
@@ -180,13 +181,32 @@ def busiest_first(links: Iterable[LinkUse]) -> tuple[LinkUse, ...]:
     return tuple(sorted(links, key=lambda link: -link.used))
 
 
-def rate_of(lines: Sequence[dict[str, Any]], summary: dict[str, Any]) -> float:
-    """Return samples per second in the settled part of a run, without its start and end."""
+def _settled(lines: Sequence[dict[str, Any]], samples: int) -> list[dict[str, Any]]:
+    """Return the lines on training in the settled part of a run, without its start and end."""
     shown = [line for line in lines if line["kind"] == "train"]
-    most = summary["samples"]
-    end = next((i + 1 for i, line in enumerate(shown) if line["samples"] >= most), len(shown))
-    settled = [line for line in shown[:end] if line["samples"] >= SETTLED * most]
-    seconds = [float(line["seconds"]) for line in settled]
-    if len(settled) < 3 or seconds[0] == seconds[-1]:
+    end = next((i + 1 for i, line in enumerate(shown) if line["samples"] >= samples), len(shown))
+    settled = [line for line in shown[:end] if line["samples"] >= SETTLED * samples]
+    is_enough = len(settled) >= 3 and settled[0]["seconds"] != settled[-1]["seconds"]
+    return settled if is_enough else []
+
+
+def rate_of(lines: Sequence[dict[str, Any]], summary: dict[str, Any]) -> float:
+    """Return samples per second in the settled part of a run."""
+    settled = _settled(lines, summary["samples"])
+    if not settled:
         return float(summary["samples_per_second"])
+    seconds = [float(line["seconds"]) for line in settled]
     return linear_regression(seconds, [float(line["samples"]) for line in settled]).slope
+
+
+def waiting_of(lines: Sequence[dict[str, Any]], summary: dict[str, Any]) -> float:
+    """Return the share of the workers' time spent waiting, in the settled part of a run.
+
+    At the end, all wait for the last messages.
+    """
+    settled = _settled(lines, summary["samples"])
+    if not settled:
+        return float(summary["wait_fraction"])
+    first, last = settled[0], settled[-1]
+    waited = last["wait_fraction"] * last["seconds"] - first["wait_fraction"] * first["seconds"]
+    return float(min(max(waited / (last["seconds"] - first["seconds"]), 0.0), 1.0))

@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from aladdin_mpi.comparison.figures import RunFigures, read_figures
 from aladdin_mpi.comparison.options import ComparisonRequest
-from aladdin_mpi.comparison.plan import OPTIONS, PlanEntry, Run, ranks_of
+from aladdin_mpi.comparison.plan import OPTIONS, PlanEntry, Run, changes_of, ranks_of
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options import reader
 from aladdin_mpi.options.algorithms import ALGORITHMS
@@ -78,12 +79,17 @@ def measuring_run(request: ComparisonRequest, out: Path) -> Run:
     own |= {"slowdown": {}, "checksum": False}  # a script may have others
     settings = kept | {(name,): Setting(value, name) for name, value in own.items()}
     built = build(options.run_options, settings)
-    # The name has the facts that may differ between comparisons, so that no run is overwritten.
-    folder = out / LABEL / f"{algorithm}-{options.baseline_steps}-steps"
-    words = ("--config", str(folder / OPTIONS))
     ranks = ranks_of(algorithm, built, 1)
     of_script = options.script, options.script_arguments
-    return Run(PlanEntry(LABEL, algorithm), seed, folder, words, built, ranks, *of_script)
+    # The name has facts that may differ between comparisons. Other options get another number.
+    name = f"{algorithm}-{options.baseline_steps}-steps"
+    for number in count(1):
+        folder = out / LABEL / (name if number == 1 else f"{name}-{number}")
+        words = ("--config", str(folder / OPTIONS))
+        run = Run(PlanEntry(LABEL, algorithm), seed, folder, words, built, ranks, *of_script)
+        if not changes_of(run):
+            return run
+    raise AssertionError("unreachable")
 
 
 def _algorithm(options: RunOptions) -> str:

@@ -267,14 +267,19 @@ def ranks_of(name: str, options: RunOptions, workers: int) -> int:
     return workers + servers
 
 
-def _check_stored(run: Run) -> None:
-    """Refuse a folder with another run, naming the differences."""
+def changes_of(run: Run) -> list[str]:
+    """Return the options in which the run differs from the one stored in its folder, if any."""
     # Comparisons by earlier versions have no OPTIONS.
     name = next((name for name in (OPTIONS, CONFIG_NAME) if (run.folder / name).is_file()), None)
     if name is None:
-        return
+        return []
     stored = stored_options(run.folder, type(run.options), name)
-    changes = differences(_comparable(stored), _comparable(run.options))
+    return differences(_comparable(stored), _comparable(run.options))
+
+
+def _check_stored(run: Run) -> None:
+    """Refuse a folder with another run, naming the differences."""
+    changes = changes_of(run)
     if changes:
         raise UserError(
             f"--out: {run.folder} holds a run with different options (its value first): "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,12 @@ from aladdin_mpi.advice import (
     options,
     report,
 )
-from aladdin_mpi.advice.candidate_search import CandidateResult
+from aladdin_mpi.advice.candidate_search import CandidateResult, CandidateSearch
 from aladdin_mpi.advice.candidates import Candidate, ClusterTraits
 from aladdin_mpi.advice.learning import SampleEfficiency
 from aladdin_mpi.advice.report import knee
 from aladdin_mpi.advice.tables import read_table
-from aladdin_mpi.advice.timed_run import LinkUse, TimedRun, rate_of
+from aladdin_mpi.advice.timed_run import LinkUse, TimedRun, rate_of, waiting_of
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import ALGORITHMS
 from aladdin_mpi.options.run import SimulateOptions
@@ -210,6 +211,30 @@ def test_sample_efficiency_over_slow_links_is_an_estimate_for_other_numbers_of_w
     assert not learning.efficiency(candidates.plain("diloco", many), many).is_sure
 
 
+def test_sample_efficiency_falls_gradually_as_links_saturate() -> None:
+    each = []
+    for megabytes in (1.0, 2.0, 4.0, 6.0, 6.5, 10.0, 20.0):
+        on = ClusterTraits([1.0] * 8, [1] * 9, [GBIT] * 9, megabytes, 0.1)
+        each.append(learning.efficiency(Candidate("aladdin-ahead", 1, False), on))
+    values = [efficiency.value for efficiency in each]
+    assert values == sorted(values, reverse=True)
+    assert all(after > 0.5 * before for before, after in pairwise(values))
+    assert not each[3].is_sure
+
+
+def test_pilot_is_converted_to_longer_rounds() -> None:
+    slow = replace(FOUR, links=[GBIT / 50] * 4)
+    first, *others = candidates.plain("diloco", slow), *candidates.variants("diloco", slow)
+    piloted = SampleEfficiency(0.4, "pilot of 60 steps, 1 seed")
+    assert learning.in_rounds_of(piloted, first, slow) == piloted
+    table = learning.efficiency(first, slow).value
+    for each in others:
+        converted = learning.in_rounds_of(piloted, each, slow)
+        expected = 0.4 * learning.efficiency(each, slow).value / table
+        assert converted.value == pytest.approx(expected) and converted.value < 0.4
+        assert not converted.is_sure and f"{first.rounds} steps per round" in converted.source
+
+
 # -- bottlenecks -----------------------------------------------------------------------------
 def timed(waiting: float, *links: LinkUse) -> TimedRun:
     result = tuple(sorted(links, key=lambda link: -link.used)) or (LinkUse(0, "out", 0.1),)
@@ -286,6 +311,48 @@ def test_rate_of_excludes_start_and_end() -> None:
     assert rate_of(lines[:1], {"samples": 1000, "samples_per_second": 3.3}) == 3.3
 
 
+def test_waiting_excludes_start_and_end() -> None:
+    """All wait for half of the first ten seconds, for a tenth afterwards, and at the end."""
+    lines = [
+        {
+            "kind": "train",
+            "samples": 100 * (place + 1),
+            "seconds": 10.0 * (place + 1),
+            "wait_fraction": (5 + place) / (10 * (place + 1)),
+        }
+        for place in range(10)
+    ]
+    assert waiting_of(lines, {"samples": 1000, "wait_fraction": 0.4}) == pytest.approx(0.1)
+    assert waiting_of(lines[:1], {"samples": 1000, "wait_fraction": 0.4}) == 0.4
+
+
+def test_variants_are_judged_by_their_own_sample_efficiency(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    request = options.read(["--describe", "4 nodes x 8 GPUs, 1 Gbit/s, step 0.2 s"])
+    on = candidates.ground(request, 100.0)
+
+    def share(candidate: Candidate) -> SampleEfficiency:
+        return SampleEfficiency(1.0 if candidate.has_islands else 0.1)
+
+    search = CandidateSearch(request, on, "size:100", share, lambda *_: None)
+    search._entry(candidates.plain("aladdin-ahead", on)).short = timed(0.0)
+    search._entry(candidates.plain("ar-sgd", on)).short = timed(0.0)
+    tried: list[Candidate] = []
+    monkeypatch.setattr(search, "_first", lambda chosen, pool: tried.extend(chosen))
+    search._second(None)  # type: ignore[arg-type]
+    assert any(each.algorithm == "aladdin-ahead" and each.has_islands for each in tried)
+
+
+def test_timed_runs_have_several_exchanges() -> None:
+    request = options.read(["--describe", "4 nodes x 1 GPU, 1 Gbit/s, step 0.1 s"])
+    on = candidates.ground(request, 100.0)
+    search = CandidateSearch(request, on, "size:100", lambda _: SampleEfficiency(1.0), print)
+    for name, period in (("local-sgd", 8), ("diloco", 8), ("ashl", 13)):
+        run = search.options(candidates.plain(name, on), 10)
+        assert run.samples is not None and run.samples >= 4 * period * run.workers * run.batch_size
+
+
 def test_entry_rate_is_capped_at_bound() -> None:
     entry = CandidateResult(
         Candidate("aladdin", 1, False), 900.0, SampleEfficiency(1.0), timed(0.0)
@@ -325,6 +392,15 @@ def test_memory_of_unmeasured_candidate_is_unknown() -> None:
     assert memory.worker_models(Candidate("bsp", 1, False), 4) == (3.0, 2.1)
     assert memory.worker_models(Candidate("bsp", 1, False, (("wire", "int8"),)), 4) == (5.1, 1.4)
     assert memory.worker_models(Candidate("shat", 1, False), 4) is None
+    least = {
+        ("shat", ""): 2.0,  # parameters and a gradient
+        ("sgp", "bf16"): 3.0,  # as in fp32
+        ("diloco", "int2"): 7.0,  # as with int4
+        ("bsp", "int8"): 5.1,
+    }
+    for (name, wire), models in least.items():
+        wires = (("wire", wire),) if wire else ()
+        assert memory.least_models(Candidate(name, 0, False, wires), 4) == models
     assert memory.worker_models(Candidate("bsp", 1, False, (("island", "node"),)), 2) == (3.5, 4.05)
 
 

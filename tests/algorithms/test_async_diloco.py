@@ -290,6 +290,13 @@ def test_local_steps_are_proportional_to_speed() -> None:
     assert [plan.steps(worker) for worker in range(1, 4)] == [7, 30, 1]
 
 
+def test_local_steps_do_not_depend_on_rounding_of_times() -> None:
+    plan = LocalSteps(3, 30, is_dynamic=True)
+    for worker, seconds in enumerate([0.09999999999999432, 0.2, 1.0]):
+        plan.record(worker, seconds, 1.0)
+    assert [plan.steps(worker) for worker in range(3)] == [30, 15, 3]
+
+
 @pytest.mark.parametrize("mistake", [1e-12, 50.0])
 def test_one_mistaken_measurement_changes_no_steps(mistake: float) -> None:
     plan = LocalSteps(3, 20, is_dynamic=True)

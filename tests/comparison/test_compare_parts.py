@@ -43,6 +43,17 @@ def test_baseline_algorithm_runs_on_one_worker() -> None:
     assert (not ALGORITHMS[name].has_servers) == bool(without)
 
 
+def test_baseline_of_other_options_is_measured_again(tmp_path: Path) -> None:
+    words = ["--engine", "mpi", "--algorithms", "ar-sgd", "--workers", "2", "--"]
+    runs = []
+    for size in ("8", "256", "8"):
+        run = baseline.measuring_run(read_request([*words, "--batch-size", size]), tmp_path)
+        run.write_options(only_set=True)
+        runs.append(run.folder)
+    assert runs[0] == runs[2] != runs[1]
+    assert runs[1].name == f"{runs[0].name}-2"
+
+
 # -- existing runs ------------------------------------------------------------------------------
 def make_run(folder: Path, accuracy: float | None, seconds: float, **options: Any) -> Path:
     """Write a run folder whose accuracy rises by 0.1 each second."""
