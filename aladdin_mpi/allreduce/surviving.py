@@ -94,8 +94,8 @@ class SurvivingSums:
         self._last: list[Bucket] = []
         """The buckets of the last complete step, in order."""
         self._is_broken = False
-        self._has_sums = False
-        """Whether the sums of this step have been received in :meth:`assist`."""
+        self._received: list[int] | None = None
+        """The ranks of this step's sums, if they have been received in :meth:`assist`."""
         self._all_reduce = self._make()
         transport.on_failure(self._lose)
         self._lose_failed()
@@ -134,8 +134,8 @@ class SurvivingSums:
 
     def finish(self) -> Sums:
         """Wait for the step's sums, which are written into the values passed to :meth:`start`."""
-        has_sums, ranks = self._has_sums, self._members
-        self._has_sums = False
+        has_sums = self._received is not None
+        ranks, self._received = self._received or self._members, None
         while not has_sums:
             ranks = self._members
             try:
@@ -181,8 +181,9 @@ class SurvivingSums:
 
         Those that lack the sums of the last step receive them from this rank.
         """
-        if not self._has_sums and self._transport.failed.intersection(self._members):
-            self._has_sums = self._recover()
+        before = self._members
+        if self._received is None and self._transport.failed.intersection(before):
+            self._received = before if self._recover() else None
 
     # -- after a failure --------------------------------------------------------------------
     def _lose(self, rank: int) -> None:

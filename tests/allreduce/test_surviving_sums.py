@@ -30,8 +30,13 @@ def values_of(rank: int, step: int, bucket: Bucket) -> Tensor:
     return torch.full((bucket.numel,), float(10**rank + 1000 * step + bucket.index))
 
 
-def train(transport: Transport, made: list[Tensor]) -> list[tuple[float, ...]]:
-    """Return the value of each bucket's sum in each step; check that all of a sum are equal."""
+def train(
+    transport: Transport, made: list[Tensor], assists: bool = False
+) -> list[tuple[float, ...]]:
+    """Return the value of each bucket's sum in each step; check that all of a sum are equal.
+
+    With ``assists``, each rank takes part in the sums of others before it waits for its own.
+    """
 
     def new_vector() -> Tensor:
         made.append(torch.zeros(2 * NUMEL))
@@ -41,6 +46,9 @@ def train(transport: Transport, made: list[Tensor]) -> list[tuple[float, ...]]:
     for step in range(STEPS):
         for bucket in BUCKETS:
             sums.start(values_of(transport.rank, step, bucket), bucket)
+        if assists:
+            transport.sleep(4 * transport.rank * SECONDS)
+            sums.assist()
         result = sums.finish()
         for bucket, total in result.totals:
             expected = sum(values_of(rank, step, bucket)[0] for rank in result.ranks)
@@ -48,6 +56,18 @@ def train(transport: Transport, made: list[Tensor]) -> list[tuple[float, ...]]:
         found.append(tuple(float(total[0]) for _, total in result.totals))
     sums.settle()
     return found
+
+
+def test_sums_received_while_assisting_are_of_the_ranks_before_the_failure() -> None:
+    for tenths in range(0, 600, 10):
+        cluster = Cluster(
+            hosts=SIZE, bandwidth_gbit=8, latency_us=5, failures={2: FIRST + tenths * SECONDS / 10}
+        )
+        results = VirtualCluster(SIZE, cluster, 0).run(
+            lambda transport: train(transport, [], assists=True)
+        )
+        alive = [results[rank] for rank in range(SIZE) if rank != 2]
+        assert alive == [alive[0]] * len(alive)
 
 
 @pytest.mark.parametrize("first", [1, 4])
