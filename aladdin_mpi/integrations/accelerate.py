@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from pathlib import Path
@@ -126,16 +126,8 @@ class Accelerator:
             )
         if gradient_accumulation_plugin is not None:
             gradient_accumulation_steps = gradient_accumulation_plugin.num_steps
-        if gradient_accumulation_steps > 1:
-            if "accumulate" in settings:
-                raise UserError(
-                    "gradient_accumulation_steps cannot be combined with accumulate, which is for "
-                    "scripts that accumulate gradients by themselves. Leave one of the two out."
-                )
-            settings["accumulate"] = gradient_accumulation_steps
         if cpu:
             settings["device"] = "cpu"
-        self.gradient_accumulation_steps = gradient_accumulation_steps
         self.mixed_precision = mixed_precision
         self.split_batches = split_batches or getattr(dataloader_config, "split_batches", False)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
@@ -149,9 +141,9 @@ class Accelerator:
         self._hooks = Hooks()
         # Attributes that a script reads before the run must not depend on other ranks.
         self._job = find_job(settings)
-        self._training = Training(
-            self._job, settings, self.split_batches, gradient_accumulation_steps > 1
-        )
+        self._training = Training(self._job, settings, self.split_batches)
+        if gradient_accumulation_steps > 1:
+            self.gradient_accumulation_steps = gradient_accumulation_steps
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
@@ -162,6 +154,15 @@ class Accelerator:
         raise UserError(f"accelerator.{name} does not exist in aladdin_mpi.Accelerator. {remedy}")
 
     # -- before the loop --------------------------------------------------------------------
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """The number of batches of a step that ``accumulate()`` marks."""
+        return self._training.accumulation_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        self._training.accumulate(steps)
+
     def prepare(self, *given: Any, device_placement: Any = None) -> Any:
         """Attach models, an optimizer, loaders and a scheduler to the run; return them in order.
 
@@ -193,7 +194,7 @@ class Accelerator:
     def _prepare_model(self, model: nn.Module) -> nn.Module:
         if any(model is each for each in self._training.models):
             return model
-        self._training.models.append(model)
+        self._training.add_model(model)
         if DTYPES[self.mixed_precision] is not None:
             self._cast_forward(model)
         return model.to(self.device)
@@ -545,15 +546,16 @@ class Accelerator:
         """Add figures to the run's metrics, averaged over the workers, and to the trackers.
 
         The run's metrics ignore ``step``, as they count samples, and omit reserved names, such
-        as ``loss``. Without trackers, a warning is printed after the end of the run.
+        as ``loss``, what is not a number, and what is logged before the loop. Without trackers, a
+        warning is printed after the end of the run.
         """
         for tracker in self.trackers:
             tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
-        run = self._training.begun("log")
-        if run.is_server:
+        run = self._training.started
+        if run is None or run.is_server:
             return
         if not run.is_over:
-            run.log(**{name: value for name, value in values.items() if name not in TAKEN})
+            run.log(**_numbers_in(values))
         elif not (self._warned or self.trackers) and self.is_main_process:
             self._warned = True
             guard.warn(["accelerator.log was called after the end of the run, without effect"])
@@ -618,8 +620,7 @@ class Accelerator:
             raise UserError(
                 "accelerator.load_state was called after the loop began. Call it before the loop."
             )
-        folder = self._state_folder("load_state", input_dir)
-        self._training.settings["resume"] = self._training.states.load(folder)
+        self._training.load(self._state_folder("load_state", input_dir))
 
     def _state_folder(self, name: str, given: str | Path | None) -> Path:
         folder = given or self.project_dir
@@ -690,6 +691,17 @@ def _only_if(condition: Callable[[], bool], function: Callable[..., Any]) -> Cal
         return function(*args, **kwargs) if condition() else None
 
     return call
+
+
+def _numbers_in(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures that the run can log; accelerate's trackers also take texts and dicts."""
+    return {
+        name: value
+        for name, value in values.items()
+        if name not in TAKEN
+        and not isinstance(value, bool)
+        and (isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1))
+    }
 
 
 def _in_float32(value: Any) -> Any:

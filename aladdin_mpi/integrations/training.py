@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,17 +32,15 @@ class Training:
         job: this rank's place in the job.
         settings: of :class:`DataParallel`.
         split_batches: batches of the training data are for all workers together.
-        accumulates: the step's batches are marked by ``accelerator.accumulate()``.
 
     Attributes:
+        accumulation_steps: batches of a step that ``accelerator.accumulate()`` marks; 1: none.
         states: saved and loaded by the script.
         is_evaluating: the latest batch was of data other than the training data.
         is_marked: ``accelerator.accumulate()`` was called for this batch.
     """
 
-    def __init__(
-        self, job: Job, settings: dict[str, Any], split_batches: bool, accumulates: bool
-    ) -> None:
+    def __init__(self, job: Job, settings: dict[str, Any], split_batches: bool) -> None:
         self.job = job
         self.settings = settings
         self.models: list[nn.Module] = []
@@ -52,13 +51,65 @@ class Training:
         self.started: DataParallel | None = None
         self.states = SavedStates()
         self._split_batches = split_batches
-        self._accumulates = accumulates
-        self._accumulate = int(settings.get("accumulate", 1))
+        self.accumulation_steps = 1
         self._loss: Tensor | None = None
         self._batches = self._steps = self._scheduler_steps = 0
         self._hooks = Hooks()
+        self._until_start = Hooks()
 
     # -- the beginning ----------------------------------------------------------------------
+    def accumulate(self, steps: int) -> None:
+        """Let ``accelerator.accumulate()`` mark the batches of a step, of which it has ``steps``.
+
+        Raises:
+            UserError: the loop has begun, or the script accumulates by itself.
+        """
+        if self.started is not None:
+            raise UserError(
+                "accelerator.gradient_accumulation_steps was changed after the loop began. Set it "
+                "before the loop."
+            )
+        if "accumulate" in self.settings and self.accumulation_steps == 1:
+            raise UserError(
+                "gradient_accumulation_steps cannot be combined with accumulate, which is for "
+                "scripts that accumulate gradients by themselves. Leave one of the two out."
+            )
+        self.settings["accumulate"] = self.accumulation_steps = steps
+
+    @property
+    def _accumulates(self) -> bool:
+        return self.accumulation_steps > 1
+
+    @property
+    def _accumulate(self) -> int:
+        """The number of batches of a step."""
+        return int(self.settings.get("accumulate", 1))
+
+    def add_model(self, model: nn.Module) -> None:
+        """Add a model of the script."""
+        self.models.append(model)
+        if self.states.is_loaded:
+            self._guard(model)
+
+    def load(self, folder: Path) -> None:
+        """Resume the run of a state saved in ``folder``; its models come with the first batch."""
+        self.settings["resume"] = self.states.load(folder)
+        for each in self.models:
+            self._guard(each)
+
+    def _guard(self, model: nn.Module) -> None:
+        """Refuse uses of a model before the loop, when it has its initial values."""
+
+        def refuse(*_: Any) -> None:
+            raise UserError(
+                "accelerator.load_state: the state is loaded when the loop begins, and a model was "
+                "used before. Use it after the first batch of the loop. To evaluate a trained "
+                "model only, load it from the run folder (model.pt) with torch.load()."
+            )
+
+        self._until_start.add(model, model.register_forward_pre_hook, refuse)
+        self._until_start.add(model, model.register_state_dict_pre_hook, refuse, refuse)
+
     def add_loader(self, loader: DataLoader[Any]) -> TrainingLoader | EvaluationLoader:
         """Return the prepared loader; the first one supplies the training data."""
         if self.loader is not None:
@@ -102,6 +153,7 @@ class Training:
                 f"{len(self.optimizers)} and {len(self.schedulers)}; put all parameters into the "
                 "groups of one optimizer, or use DataParallel, which takes several"
             )
+        self._until_start.remove()
         scheduler = self.schedulers[0] if self.schedulers else None
         settings = {**self.settings, **self._scheduled_length(scheduler)}
         models = self._trained_models()

@@ -271,6 +271,12 @@ class Ending:
             )
 
 
+def complete_due_run() -> None:
+    """Complete an earlier run in this process whose loop has made its last step."""
+    if Ending._open is not None:
+        Ending._open.finish_left()
+
+
 def end_other_run() -> None:
     """Close an earlier run in this process: two runs at once would share one MPI.
 

@@ -18,6 +18,7 @@ from aladdin_mpi.options.algorithms import Algorithm, find_algorithm
 from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.process import guard, startup
 from aladdin_mpi.process.launcher import LAUNCHED_WORKERS
+from aladdin_mpi.run.ending import complete_due_run
 from aladdin_mpi.run.script import simulated_rank, typed_options
 from aladdin_mpi.transport.base import Transport
 
@@ -74,6 +75,10 @@ class Job:
     servers: int
     shares_process: bool
     wait: Callable[[], object]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy, which cannot wait: a simulated rank cannot be pickled."""
+        return {**vars(self), "wait": None}
 
     @property
     def host(self) -> int:
@@ -134,6 +139,7 @@ def find_job(settings: Mapping[str, Any]) -> Job:
             transport.shares_process,
             partial(all_or_none, transport, lambda: None),
         )
+    complete_due_run()  # servers take part in the following only afterwards
     start_mpi(float(settings.get("timeout", TIMEOUT)))
     from aladdin_mpi.transport.mpi import world
 

@@ -5,6 +5,7 @@ Most tests simulate the ranks. Where they compare with the real package, it runs
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import re
@@ -337,9 +338,18 @@ def test_accumulation_by_hand_equals_accumulate(tmp_path: Path) -> None:
         accelerator.wait_for_everyone()
         return values(model)
 
+    def assigned(accelerator: Any) -> torch.Tensor:
+        accelerator.gradient_accumulation_steps = 2
+        assert accelerator.gradient_accumulation_steps == 2
+        return marked(accelerator)
+
     one, _ = simulated(tmp_path, "ar-sgd", 2, by_hand, accumulate=2)
     other, _ = simulated(tmp_path, "ar-sgd", 2, marked, gradient_accumulation_steps=2)
+    third, _ = simulated(tmp_path, "ar-sgd", 2, assigned)
     assert torch.allclose(one, other)
+    assert torch.equal(other, third)
+    with pytest.raises(UserError, match=r"^gradient_accumulation_steps cannot be combined"):
+        simulated(tmp_path, "ar-sgd", 2, assigned, accumulate=2)
 
 
 def test_float16_scales_losses_and_keeps_outputs_in_float32(tmp_path: Path) -> None:
@@ -500,6 +510,18 @@ def test_trackers_of_accelerate_log_on_the_first_worker(tmp_path: Path) -> None:
             simulated(tmp_path, "ar-sgd", 2, tracked, **{**how, "log_with": name})
 
 
+def test_figures_that_are_no_numbers_are_for_trackers_only(tmp_path: Path) -> None:
+    def script(accelerator: Any) -> None:
+        model, optimizer, loader = accelerator.prepare(*parts())
+        accelerator.log({"baseline": 0.5})
+        for _ in range(EPOCHS):
+            loop(accelerator, model, optimizer, loader)
+            accelerator.log({"scores": {"f1": 0.5}, "name": "a", "done": True, "figure": 0.25})
+
+    simulated(tmp_path, "ar-sgd", 2, script)
+    assert summary(tmp_path / "ar-sgd")["own"] == {"figure": 0.25}
+
+
 class Counter:
     """An object of the script with a state."""
 
@@ -560,6 +582,33 @@ def test_run_continues_from_the_state_saved_last(tmp_path: Path) -> None:
         run("whole", loads=True)
 
 
+@pytest.mark.parametrize("use", ["forward", "state_dict", "copy"])
+def test_loaded_model_is_not_used_before_the_loop(tmp_path: Path, use: str) -> None:
+    """It would have its initial values; afterwards it can be used."""
+    uses: dict[str, Callable[[nn.Module], Any]] = {
+        "forward": lambda model: model(DATA.tensors[0]),
+        "state_dict": lambda model: model.state_dict(),
+        "copy": copy.deepcopy,
+    }
+
+    def script(accelerator: Any) -> None:
+        model, optimizer, loader = accelerator.prepare(*parts())
+        accelerator.register_for_checkpointing(Counter())
+        accelerator.load_state(tmp_path / "later")
+        other = accelerator.prepare(nn.Linear(6, 6))
+        for each in (model, other):
+            with pytest.raises(
+                UserError, match=r"^accelerator\.load_state: .*when the loop begins"
+            ):
+                uses[use](each)
+        for _ in range(1, EPOCHS):
+            loop(accelerator, model, optimizer, loader)
+        uses[use](model)
+
+    simulated(tmp_path, "ar-sgd", 2, partial(saving, folder=tmp_path))
+    simulated(tmp_path, "ar-sgd", 2, script, overwrite=False)
+
+
 # Errors abandon the loops of all simulated ranks.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
@@ -612,6 +661,13 @@ def test_accelerate_script_trains_as_with_accelerate(tmp_path: Path) -> None:
     assert len(several) == 4 and several[-1] < several[0]
     run_summary = summary(tmp_path / "aladdin")
     assert (run_summary["samples"], run_summary["workers"]) == (4 * 96, 2)
+
+
+@needs("openmpi")
+def test_second_accelerator_follows_a_run_that_was_not_ended(tmp_path: Path) -> None:
+    completed = run_program(PROGRAMS / "accelerate_folds.py", 3, "aladdin", cwd=tmp_path)
+    assert completed.stdout.count("fold 1") == 3
+    assert [summary(tmp_path / f"fold-{fold}")["samples"] for fold in range(2)] == [96, 96]
 
 
 @needs("openmpi")

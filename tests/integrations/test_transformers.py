@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import isnan
@@ -22,8 +23,12 @@ from aladdin_mpi.integrations.transformers import (
     Trainer,
     TrainingArguments,
 )
+from aladdin_mpi.run.job import Job, find_job
+from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.virtual.engine import VirtualCluster
 from tests.commands import metrics, summary
 from tests.launch import needs
+from tests.quadratic import NO_DELAY
 from tests.run_program import run_program
 
 PROGRAM = Path(__file__).parent / "programs" / "finetuning.py"
@@ -211,3 +216,13 @@ def test_arguments_can_be_parsed_from_a_command_line() -> None:
     assert (args.algorithm, args.run_options) == ("bsp", {"servers": 2, "aladdin": {"pi": 2}})
     assert (args.world_size, args.process_index, args.should_save) == (1, 0, True)
     assert args.data_seed == args.seed
+
+
+def test_arguments_can_be_saved_in_a_simulation() -> None:
+    """They have the rank's place in the job; a simulated rank itself cannot be pickled."""
+
+    def main(transport: Transport) -> int:
+        copied: Job = pickle.loads(pickle.dumps(find_job({"transport": transport})))
+        return copied.rank
+
+    assert VirtualCluster(3, NO_DELAY).run(main) == [0, 1, 2]
