@@ -20,13 +20,15 @@ TAKEN = frozenset(
     | {"wait_fraction", "bytes_sent_per_step", "gradients", "gradients_refused"}
 )
 """Names that lines of metrics use already."""
-SUMMARISED = frozenset(
-    {"algorithm", "engine", "workers", "servers", "model", "dataset", "seed", "parameters", "steps"}
+EVALUATED = frozenset(
+    {"kind", "samples", "epoch", "seconds", "samples_per_second", "wait_fraction", "workers"}
+    | {"bytes_sent_per_step", "gradients_refused", "servers", "model", "dataset", "seed", "steps"}
+    | {"algorithm", "engine", "parameters"}
     | {"epochs", "messages_refused", "failures", "samples_lost", "version", "own", "images_skipped"}
     | {"skipped", "gradients_computed", "gradients_applied", "gradients_coalesced"}
     | {"gradients_dropped", "gradients_lost", "gradients_meanwhile", "model_variance"}
 )
-"""Names that summaries and lines on evaluations use already, besides `TAKEN`."""
+"""Names that summaries and lines on evaluations use already."""
 MOST_BYTES = 1 << 14
 """Most bytes of figures in one message."""
 

@@ -28,7 +28,7 @@ from aladdin_mpi.flat.shards import is_sharded
 from aladdin_mpi.flat.vectors import check_module
 from aladdin_mpi.hooks.checkpoints import find_origin
 from aladdin_mpi.hooks.measurement import Evaluate, Measurement
-from aladdin_mpi.hooks.user_metrics import SUMMARISED, TAKEN, numbers_of
+from aladdin_mpi.hooks.user_metrics import EVALUATED, numbers_of
 from aladdin_mpi.options.algorithms import Algorithm
 from aladdin_mpi.options.checks import checked_algorithm
 from aladdin_mpi.options.run import RunOptions
@@ -75,7 +75,7 @@ def _with_numbers(evaluate: Evaluate | None) -> Evaluate | None:
     """Return a script's ``evaluate`` such that its figures can be written."""
     if evaluate is None or isinstance(evaluate, Measurement):
         return evaluate
-    return lambda module: numbers_of(evaluate(module), "evaluate", TAKEN | SUMMARISED)
+    return lambda module: numbers_of(evaluate(module), "evaluate", EVALUATED)
 
 
 class DataParallel:
