@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from aladdin_mpi.integrations.lightning_base import strategy
 from tests.commands import metrics, refusal, summary
 from tests.launch import needs
 from tests.messages import check_names
@@ -71,6 +72,17 @@ def test_resumed_training_equals_uninterrupted_training(tmp_path: Path) -> None:
     assert ours == theirs == "(5, 20)"
     validated = (tmp_path / "validated").read_text().split()
     assert validated == ["0", "1", "2", "3", "4"]  # each once, in either program
+
+
+def test_hooks_are_not_called_without_a_batch() -> None:
+    """As for a worker that has none in an epoch."""
+    called: list[tuple[object, ...]] = []
+    empty: list[tuple[object, ...]] = []
+    hook = strategy._of_batches(lambda *each: called.append(each), lambda *each: empty.append(each))
+    hook("trainer", "module", "outputs", "batch", 0)
+    hook("trainer", "module", None, None, 1)
+    assert called == [("trainer", "module", "outputs", "batch", 0)]
+    assert empty == [("trainer", "module", None, None, 1)]
 
 
 @pytest.mark.long

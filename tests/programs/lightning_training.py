@@ -50,6 +50,9 @@ class Net(lightning.LightningModule):
     def on_train_batch_start(self, batch: Any, index: int) -> int | None:
         return -1 if self.kind == "skipped" and index == 2 else None
 
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        assert len(batch[0]) > 0 and outputs is not None
+
     def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
         self.log_dict({"val_count": float(len(batch[0]))}, reduce_fx="sum")
         self.log("val_loss", self.loss(batch))

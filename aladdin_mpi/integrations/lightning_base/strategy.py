@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +32,21 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import SingleDeviceStrategy as Base
 else:
     Base = object
+
+BATCH_END = "on_train_batch_end"
+
+
+def _of_batches(
+    hook: Callable[..., None], otherwise: Callable[..., None] = lambda *_: None
+) -> Callable[..., None]:
+    """Return the hook, with ``otherwise`` in its place if the batch is None."""
+
+    @wraps(hook)
+    def call(*arguments: Any) -> None:
+        *_, batch, _ = arguments
+        (hook if batch is not None else otherwise)(*arguments)
+
+    return call
 
 
 class RunStep:
@@ -236,11 +251,25 @@ class RunStrategy(Base):
             loop.max_batches = 0  # ends the loop
             return
         self._exchange = WorkerExchange(run)
+        self._skip_hooks_of_empty_batches()
         self._replace_schedulers()
         self._begin_metrics()
         saved = run.state.get("lightning", {"steps": 0, "callbacks": {}, "schedulers": []})
         if epochs.number or saved["steps"]:
             adopt(trainer, {**saved, "epochs": epochs.number})
+
+    def _skip_hooks_of_empty_batches(self) -> None:
+        """Let hooks see no batch that is None, which only ends an epoch; see `RunEpochs`."""
+        loop = self._trainer.fit_loop.epoch_loop
+
+        def note_empty(outputs: Any, batch: Any, index: int) -> None:
+            if batch is None and not loop._should_accumulate():
+                loop._batches_that_stepped -= 1  # Lightning counts it after its hooks
+
+        module = self.lightning_module
+        module.__dict__[BATCH_END] = _of_batches(module.on_train_batch_end, note_empty)
+        for callback in self._trainer.callbacks:
+            callback.__dict__[BATCH_END] = _of_batches(callback.on_train_batch_end)
 
     def _arguments(self, trainer: Any) -> dict[str, Any]:
         """Return the arguments of DataParallel."""
@@ -383,6 +412,8 @@ class RunStrategy(Base):
             self._kept = None
             self._end_metrics()
         module.__dict__.pop("log", None)
+        for each in (module, *trainer.callbacks):
+            each.__dict__.pop(BATCH_END, None)
         self._is_setting_up = False
         super().teardown()
 
