@@ -270,11 +270,10 @@ class CandidateSearch:
             self._prune(futures)
 
     def _has_memory(self, candidate: Candidate) -> bool:
-        """Return whether a GPU has the memory that a worker is known to need."""
+        """Return whether a GPU has the memory that a worker needs at least."""
         given = self._request.options.gpu_memory
-        return (
-            given is None or least_models(candidate, self._ground.node) * self._gigabytes <= given
-        )
+        needed = least_models(candidate, self._ground.node) * self._gigabytes
+        return given is None or needed <= given
 
     def _prune(self, futures: Futures) -> None:
         best = self.best * (1 - TIE)

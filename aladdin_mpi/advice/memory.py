@@ -8,7 +8,8 @@ from functools import cache
 from aladdin_mpi.advice.candidates import Candidate
 from aladdin_mpi.advice.tables import read_table
 
-LEAST = 2.0
+LEAST = (2.0, 0.0)
+"""Of any worker: the parameters and a gradient."""
 DEFAULT = "default"
 """The key of the wire format that ``--wire auto`` chooses."""
 
@@ -31,24 +32,23 @@ def worker_models(candidate: Candidate, node: int) -> tuple[float, float] | None
     receive.
     """
     measured = table().get(candidate.algorithm, {}).get(candidate.wire or DEFAULT)
-    if measured is None or not candidate.has_islands:
-        return measured
-    device, pinned = measured
-    return 2 + device / node, 3 + pinned / node
+    return None if measured is None else _of_member(measured, candidate, node)
 
 
 def least_models(candidate: Candidate, node: int) -> float:
     """Return a lower bound of a worker's GPU memory, in models.
 
-    Unmeasured wire formats need no less than the default one, or the smallest that is measured. A
-    worker always has parameters and a gradient.
+    For an unmeasured wire format it is that of the algorithm's smallest measured one.
     """
-    measured = worker_models(candidate, node)
-    if measured is not None:
-        return measured[0]
-    known = [device for device, _ in table().get(candidate.algorithm, {}).values()]
-    device = min(known, default=LEAST)
-    return 2 + device / node if candidate.has_islands else device
+    known = table().get(candidate.algorithm, {})
+    models = known.get(candidate.wire or DEFAULT) or min(known.values(), default=LEAST)
+    return _of_member(models, candidate, node)[0]
+
+
+def _of_member(models: tuple[float, float], candidate: Candidate, node: int) -> tuple[float, float]:
+    """Return the memory of a member of an island, if any, where a single worker has ``models``."""
+    device, pinned = models
+    return (2 + device / node, 3 + pinned / node) if candidate.has_islands else models
 
 
 def server_models(candidate: Candidate, workers: int) -> float | None:

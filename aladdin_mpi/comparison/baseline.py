@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 
 from aladdin_mpi.comparison.figures import RunFigures, read_figures
@@ -83,13 +83,14 @@ def measuring_run(request: ComparisonRequest, out: Path) -> Run:
     of_script = options.script, options.script_arguments
     # The name has facts that may differ between comparisons. Other options get another number.
     name = f"{algorithm}-{options.baseline_steps}-steps"
-    for number in count(1):
-        folder = out / LABEL / (name if number == 1 else f"{name}-{number}")
+
+    def run_in(name: str) -> Run:
+        folder = out / LABEL / name
         words = ("--config", str(folder / OPTIONS))
-        run = Run(PlanEntry(LABEL, algorithm), seed, folder, words, built, ranks, *of_script)
-        if not changes_of(run):
-            return run
-    raise AssertionError("unreachable")
+        return Run(PlanEntry(LABEL, algorithm), seed, folder, words, built, ranks, *of_script)
+
+    names = chain([name], (f"{name}-{number}" for number in count(2)))
+    return next(run for run in map(run_in, names) if not changes_of(run))
 
 
 def _algorithm(options: RunOptions) -> str:

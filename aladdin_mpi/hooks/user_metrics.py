@@ -53,16 +53,22 @@ def numbers_of(figures: object, where: str, taken: Collection[str]) -> dict[str,
     for name, value in figures.items():
         if name in taken:
             raise UserError(f"{where}: {name} is logged by the run itself. Use another name.")
-        number = value
-        if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
-            number = value.item()
-        if isinstance(number, bool) or not isinstance(number, (int, float)):
+        number = number_in(value)
+        if number is None:
             raise UserError(
                 f"{where}: {name}: expected a number, got {type(value).__name__}; convert it with "
                 "float()"
             )
-        plain[str(name)] = float(number)
+        plain[str(name)] = number
     return plain
+
+
+def number_in(value: object) -> float | None:
+    """Return a number, or that of NumPy or of a tensor of one, for Python; None for others."""
+    if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
+        value = value.item()
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number else None  # type: ignore[arg-type]
 
 
 class Means:

@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.gradients import Hooks
-from aladdin_mpi.hooks.user_metrics import TAKEN
+from aladdin_mpi.hooks.user_metrics import TAKEN, number_in
 from aladdin_mpi.integrations.training import (
     PreparedOptimizer,
     PreparedScheduler,
@@ -693,15 +693,10 @@ def _only_if(condition: Callable[[], bool], function: Callable[..., Any]) -> Cal
     return call
 
 
-def _numbers_in(values: Mapping[str, Any]) -> dict[str, Any]:
+def _numbers_in(values: Mapping[str, Any]) -> dict[str, float]:
     """Return the figures that the run can log; accelerate's trackers also take texts and dicts."""
-    return {
-        name: value
-        for name, value in values.items()
-        if name not in TAKEN
-        and not isinstance(value, bool)
-        and (isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1))
-    }
+    numbers = {name: number_in(value) for name, value in values.items() if name not in TAKEN}
+    return {name: number for name, number in numbers.items() if number is not None}
 
 
 def _in_float32(value: Any) -> Any:

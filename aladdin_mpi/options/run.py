@@ -358,21 +358,20 @@ BETWEEN_HOSTS = [("cluster", name) for name in ("bandwidth_gbit", "latency_us", 
 """Settings of the links that one simulated host does not use."""
 
 
-def check_survivors(results: Sequence[object]) -> None:
-    """Raise a UserError if every simulated rank has failed: its result is None."""
+def check_failures(
+    options: SimulateOptions, results: Sequence[object], start: float = 0.0
+) -> list[str]:
+    """Return a warning if a simulation, which began at ``start``, ended before ranks failed.
+
+    The result of a rank that failed is None.
+
+    Raises:
+        UserError: every rank has failed.
+    """
     if all(each is None for each in results):
         raise UserError(
             f"--failures: all {len(results)} ranks fail before the end of the run. Leave some out."
         )
-
-
-def late_failures(
-    options: SimulateOptions, results: Sequence[object], start: float = 0.0
-) -> list[str]:
-    """Return a warning if the run, which began at ``start``, ended before ranks failed.
-
-    The result of a rank that failed is None.
-    """
     late = ",".join(
         f"{rank}={time:g}"
         for rank, time in options.cluster.failures.items()

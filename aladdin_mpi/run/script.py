@@ -18,7 +18,7 @@ from typing import Any
 
 from aladdin_mpi.errors import SuspendedError, UserError
 from aladdin_mpi.options.algorithms import find_algorithm
-from aladdin_mpi.options.run import SimulateOptions, check_cluster, check_survivors, late_failures
+from aladdin_mpi.options.run import SimulateOptions, check_cluster, check_failures
 from aladdin_mpi.options.settings import Settings
 from aladdin_mpi.process.guard import exit_called, warn
 from aladdin_mpi.transport.base import Transport
@@ -127,9 +127,7 @@ def simulate_script(script: Path, arguments: Sequence[str], typed: Settings) -> 
                 raise
         return True
 
-    results = cluster.run(rank)
-    check_survivors(results)
-    warn(late_failures(options, results))
+    warn(check_failures(options, cluster.run(rank)))
 
 
 def script_options(

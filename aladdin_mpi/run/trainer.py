@@ -21,13 +21,7 @@ from aladdin_mpi.errors import UserError
 from aladdin_mpi.hooks.checkpoints import CheckpointStore
 from aladdin_mpi.hooks.measurement import Measurement, Sums, reestimate_batch_norm
 from aladdin_mpi.options.algorithms import find_algorithm
-from aladdin_mpi.options.run import (
-    RunOptions,
-    SimulateOptions,
-    check_cluster,
-    check_survivors,
-    late_failures,
-)
+from aladdin_mpi.options.run import RunOptions, SimulateOptions, check_cluster, check_failures
 from aladdin_mpi.process.guard import no_exit, warn
 from aladdin_mpi.run.data_parallel import DataParallel
 from aladdin_mpi.session.plan import samples_of
@@ -205,6 +199,5 @@ def simulate(options: SimulateOptions) -> dict[str, Any]:
     silence = options.worker_timeout or None
     cluster = VirtualCluster(size, options.cluster.placed(servers), options.seed, start, silence)
     summaries = cluster.run(lambda transport: train(options, transport))
-    check_survivors(summaries)
-    warn(late_failures(options, summaries, start))
+    warn(check_failures(options, summaries, start))
     return next(filter(None, summaries), {})  # of the rank that was rank 0 at the end
