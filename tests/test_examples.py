@@ -72,7 +72,7 @@ def draw_images(folder: Path) -> None:
                 Image.fromarray((image * 127).byte().numpy()).save(place / f"{number}.png")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @needs("openmpi")
 @pytest.mark.parametrize(("name", "algorithm"), CASES)
 def test_parallel_example_trains_on_three_ranks(tmp_path: Path, name: str, algorithm: str) -> None:

@@ -81,7 +81,7 @@ def residuals(outcome: Outcome) -> Tensor:
     return torch.stack(rows)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @kinds
 @algorithms
 def test_compressed_sums_converge_with_equal_models_and_fewer_bytes(

@@ -141,7 +141,7 @@ RULES = [
 ]
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
 @pytest.mark.parametrize("segments", [1, 3])
 @pytest.mark.parametrize("rule", RULES, ids=str)

@@ -65,6 +65,7 @@ def mixed(n: int, steps: int, algorithm: str = "sgp", **job: Any) -> tuple[Tenso
     return outcome.locals[:, :n].double() * w[:, None], w
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("n", range(2, 17))
 def test_sgp_mixing_is_doubly_stochastic(n: int) -> None:
     for steps in (1, 2, len(hops(n, "exponential"))):
@@ -251,6 +252,7 @@ def log_additions(added: Added) -> Callable[[Transport, object, SampleLease], No
     return probe
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(("algorithm", "settings"), VARIANTS)
 def test_sgp_trajectory_matches_paper(algorithm: str, settings: dict[str, Any], seed: int) -> None:

@@ -141,6 +141,7 @@ def traffic(
     return transport.traffic.bytes_sent, transport.now()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("kind", "share"), [("int8", 1 / 3.9), ("int4", 1 / 7), ("int2", 1 / 15)])
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_quantised_sum_sends_a_small_share_of_the_bytes_in_fp32(

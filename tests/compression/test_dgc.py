@@ -221,6 +221,7 @@ def test_dgc_message_is_scaled_by_alpha(dtype: torch.dtype) -> None:
 # -- conservation --------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bucket", [NUMEL, 300, 9])
 def test_dgc_sent_and_residual_values_sum_to_gradients(bucket: int, dtype: torch.dtype) -> None:

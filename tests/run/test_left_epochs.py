@@ -131,7 +131,7 @@ def test_next_epoch_begins_with_the_samples_that_a_left_one_has_not_used(
         assert used == order(data, worker)[: len(used)]
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("algorithm", sorted(set(ALGORITHMS) - {"multistep"}))
 @pytest.mark.parametrize("before", ["next batch", "backward"])
 def test_other_workers_do_not_wait_for_one_that_left_the_epoch(

@@ -229,6 +229,7 @@ def test_easgd_server_recovers_worker_models_after_a_lost_message(wire: str) -> 
 
 
 # -- ASHL: largest values, or all values quantised --------------------------------------
+@pytest.mark.sample(4)
 @wires
 @pytest.mark.parametrize("rate", [1.0, 0.3, 0.2, 0.1, 0.04])
 def test_ashl_decodes_quantised_pushes_of_every_size(wire: str, rate: float) -> None:

@@ -130,6 +130,7 @@ def count_calls(
     monkeypatch.setattr(owner, name, counted)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("algorithm", ["aladdin", "easgd", "ashl", "bsp"])
 def test_surviving_workers_use_up_the_sample_budget_with_quantisation(

@@ -147,6 +147,7 @@ class Rounds:
         ]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("lost", LOST)
 @pytest.mark.parametrize("variant", SYNCHRONOUS)
 def test_synchronous_step_is_mean_over_surviving_workers(variant: str, lost: str) -> None:
@@ -157,6 +158,7 @@ def test_synchronous_step_is_mean_over_surviving_workers(variant: str, lost: str
     assert len(candidates) > 14  # rounds became smaller
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("worker", "extra"), [(1, 1), (1, 7), (4, 3)])
 @pytest.mark.parametrize("variant", ["bsp", "ar-sgd", "ar-sgd clipped"])
 def test_every_sample_has_equal_weight_in_a_small_last_round(

@@ -14,6 +14,7 @@ from tests.virtual_lab import LATENCY, OVERHEAD, PIECE, Main, lab, meta, run
 
 
 # -- conformance ------------------------------------------------------------------
+@pytest.mark.sample(60)
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("name", CHECKS)
 def test_virtual_transport_conforms(name: str, size: int) -> None:
