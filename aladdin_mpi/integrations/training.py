@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ class Training:
         states: saved and loaded by the script.
         is_evaluating: the latest batch was of data other than the training data.
         is_marked: ``accelerator.accumulate()`` was called for this batch.
+        is_computed: this batch had a backward pass or a step.
     """
 
     def __init__(self, job: Job, settings: dict[str, Any], split_batches: bool) -> None:
@@ -47,7 +49,7 @@ class Training:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[LRScheduler] = []
         self.loader: TrainingLoader | None = None
-        self.is_evaluating = self.is_marked = False
+        self.is_evaluating = self.is_marked = self.is_computed = False
         self.started: DataParallel | None = None
         self.states = SavedStates()
         self._split_batches = split_batches
@@ -159,6 +161,7 @@ class Training:
         models = self._trained_models()
         model = models[0] if len(models) == 1 else nn.ModuleList(models)
         run = DataParallel(model, optimizer=self.optimizers[0], scheduler=scheduler, **settings)
+        run.end_with_script(self.end)
         # Afterwards a model is the trained one of all workers, which a script may save.
         for each in models:
             self._hooks.add(
@@ -205,7 +208,7 @@ class Training:
     # -- batches and steps --------------------------------------------------------------------
     def begin_batch(self) -> None:
         """Note a batch of the training data."""
-        self.is_evaluating = self.is_marked = False
+        self.is_evaluating = self.is_marked = self.is_computed = False
         self._batches += 1
 
     def end_batch(self) -> None:
@@ -227,6 +230,7 @@ class Training:
 
     def backward(self, loss: Tensor, scales: bool, **how: Any) -> None:
         """Run backward; ``scales`` the loss for float16, and ``how`` is passed to ``backward``."""
+        self.is_computed = True
         if self._accumulates:
             loss = loss / self._accumulate
         (self.run.scale(loss) if scales else loss).backward(**how)
@@ -240,6 +244,7 @@ class Training:
             UserError: the script steps too early, or never steps its prepared scheduler.
         """
         run = self.begun("prepare(optimizer).step")
+        self.is_computed = True
         if self._accumulates and not self.is_marked:
             raise UserError(
                 f"gradient_accumulation_steps={self._accumulate} requires "
@@ -296,6 +301,14 @@ class Training:
         _ = self.started.summary
 
 
+_NOTHING = object()
+
+
+def _copied(batch: Any) -> Any:
+    """Return a batch that remains as it is if the script takes items out of ``batch``."""
+    return copy.copy(batch) if isinstance(batch, Mapping | list) else batch
+
+
 class TrainingLoader:
     """A DataLoader that yields one epoch of the run per iteration over it.
 
@@ -312,6 +325,7 @@ class TrainingLoader:
         self._epochs: Iterator[Epoch] | None = None
         self._epoch: Epoch | None = None
         self._requested = 0
+        self._unused: Any = _NOTHING
         self._error: UserError | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -323,7 +337,11 @@ class TrainingLoader:
         return whole + bool(rest and not self.loader.drop_last)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches of the next epoch; none for epochs completed before a resume."""
+        """Yield the batches of the next epoch; none for epochs completed before a resume.
+
+        A first batch that the script only looks at, as with ``next(iter(loader))``, is yielded
+        again.
+        """
         if self._error is not None:
             raise self._error
         run = self._training.run
@@ -338,16 +356,23 @@ class TrainingLoader:
             self._refuse(run)
         if self._epoch is None or int(self._epoch) > number:
             return
+        batch, self._unused = self._unused, _NOTHING
+        is_first = True
         try:
             while self._epoch is not None:
-                try:
-                    batch = next(self._epoch)
-                except StopIteration:
+                if batch is _NOTHING:
+                    batch = next(self._epoch, _NOTHING)
+                if batch is _NOTHING:
                     break
+                kept = _copied(batch) if is_first else None
                 self._training.begin_batch()
                 yield batch
                 self._training.end_batch()
+                batch, is_first = _NOTHING, False
         except GeneratorExit:  # the epoch was left
+            if is_first and not self._training.is_computed:
+                self._unused, self._requested = kept, number
+                raise
             try:
                 self._advance()
             except UserError as error:  # Python ignores it while it closes a generator

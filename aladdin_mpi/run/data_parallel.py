@@ -339,6 +339,10 @@ class DataParallel:
         self._ending.check_open()
         return self._ending.summary
 
+    def end_with_script(self, end_loop: Callable[[], None]) -> None:
+        """Call ``end_loop``, which must end the loop, if the script ends before the loop does."""
+        self._ending.end_loop = end_loop
+
     def batches(self, data: Any, sharded: bool = False) -> Batches:
         """Return this worker's batches until the budget is used up, on ``device``.
 

@@ -31,6 +31,7 @@ class Ending:
         was_closed: the run ended before its loop did.
         is_concluding: the algorithm has ended on this rank, and the run is being completed.
         batches: of the user's loop.
+        end_loop: ends a loop that an integration keeps open for the script; None: there is none.
     """
 
     _open: ClassVar[Ending | None] = None
@@ -41,6 +42,7 @@ class Ending:
         self.has_ended = self.was_closed = self.is_concluding = False
         self.summary: dict[str, Any] = {}
         self.batches: Generator[Any, None, None] | None = None
+        self.end_loop: Callable[[], None] | None = None
         self._transport: Transport | None = None
         self._simulated: SimulatedRank | None = None
         self._module: nn.Module
@@ -157,6 +159,12 @@ class Ending:
         if self._is_left or self.is_due:
             self._finish()
 
+    def finish_with_script(self) -> None:
+        """Complete the run, if its loop allows it, when the script has ended."""
+        if self.end_loop is not None:
+            self.end_loop()
+        self.finish_left()
+
     def finish(self) -> None:
         """Complete the run as ``break`` does; close it if its loop has not begun."""
         if not self.has_ended and self._can_drain:
@@ -258,7 +266,7 @@ class Ending:
             # Python cannot exit cleanly while a thread computes.
             guard.leave(SUSPENDED_STATUS)
         try:
-            self.finish_left()
+            self.finish_with_script()
         except Exception as error:  # Python would print it and end with status 0
             guard.end_job(error)
         if not self.has_ended:

@@ -61,6 +61,10 @@ class Loop:
         self._user_side: greenlet | None = None
         self._algorithm_side: greenlet | None = None
         self._losses: list[float | Tensor | None] = []
+        self._remaining = 0
+        """Samples of the lease in batches after the present one."""
+        self._size = 0
+        """Samples of the present batch."""
         self._stepped = self._handed_over = True
         """Whether the batch has all its steps, and the algorithm has left its lease."""
 
@@ -126,35 +130,39 @@ class Loop:
     def _batches_of_lease(self) -> Iterator[Any]:
         lease = self.lease
         assert lease is not None
-        remaining = lease.size
+        self._remaining = lease.size
         self._handed_over = False
         self.number = -1
-        if not remaining:
+        if not lease.size:
             yield NO_BATCH
             self.note_resumed()
-        while remaining and lease.start >= self.skip_to:
-            size = min(remaining, self._batch_size)
-            remaining -= size
-            self._begin(is_last=not remaining)
+        while self._remaining and lease.start >= self.skip_to:
+            self._size = min(self._remaining, self._batch_size)
+            self._remaining -= self._size
+            self._begin(is_last=not self._remaining)
             batch = None
             if self._source is not None:
                 with no_exit():  # the user's dataset, transforms and collate_fn
-                    batch = self._source.next_batch(size)
+                    batch = self._source.next_batch(self._size)
                 batch = self._deliver(batch)
             yield batch
             self._end_local()
             self.note_resumed()
             if not self._stepped and self.skip_to < inf:
                 self._check_skipped()
-        if remaining:
-            assert self._rank is not None
-            self._rank.worker.left_out += remaining
+        self._leave_out(self._remaining)
         while not self._handed_over:
             self._hand_over()
         self._stepped = True
         if lease.start < self.skip_to:
             yield NO_BATCH
             self.note_resumed()
+
+    def _leave_out(self, samples: int) -> None:
+        """Note samples that this worker was granted and does not compute."""
+        if samples:
+            assert self._rank is not None
+            self._rank.worker.left_out += samples
 
     def note_resumed(self) -> None:
         """Check the model when control returns from the user's loop after a step.
@@ -287,9 +295,21 @@ class Loop:
     # -- loops that do not end by themselves ------------------------------------------------
     def drain(self) -> None:
         """Run the algorithm to its end; further leases have no gradient."""
+        if self.is_active:
+            self._leave_out(self._uncomputed)
         self._leave()
         while self.is_active:
             self._hand_over()
+            if self.is_active and self._handed_over:
+                assert self.lease is not None
+                self._leave_out(self.lease.size)
+
+    @property
+    def _uncomputed(self) -> int:
+        """The samples of the lease whose batches have no complete step."""
+        if self._handed_over:
+            return 0 if self.lease is None else self.lease.size
+        return self._remaining + (0 if self._stepped else self._size)
 
     def abandon(self) -> None:
         """Abort the algorithm. No other rank may wait for this one."""

@@ -117,7 +117,7 @@ def simulate_script(script: Path, arguments: Sequence[str], typed: Settings) -> 
         try:
             main()
             for run in tuple(simulated.unended):
-                run.finish_left()
+                run.finish_with_script()
         except SuspendedError:
             raise
         except SystemExit as error:

@@ -294,6 +294,20 @@ def test_order_of_preparing_and_form_of_loop_do_not_matter(
     assert run_summary["gradients_applied"] == run_summary["gradients_computed"]
 
 
+def test_batch_that_a_script_looks_at_is_trained_on(tmp_path: Path) -> None:
+    def looking(accelerator: Any) -> torch.Tensor:
+        model, optimizer, loader = accelerator.prepare(*parts())
+        assert len(next(iter(loader))[1]) == 4
+        next(iter(loader)).clear()
+        for _ in range(EPOCHS):
+            loop(accelerator, model, optimizer, loader)
+        return values(model)
+
+    expected = simulated(tmp_path, "ar-sgd", 2, together)
+    for mine in simulated(tmp_path, "ar-sgd", 2, looking):
+        assert torch.equal(mine, expected[0])
+
+
 def test_class_inside_a_library_can_be_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -668,6 +682,24 @@ def test_second_accelerator_follows_a_run_that_was_not_ended(tmp_path: Path) -> 
     completed = run_program(PROGRAMS / "accelerate_folds.py", 3, "aladdin", cwd=tmp_path)
     assert completed.stdout.count("fold 1") == 3
     assert [summary(tmp_path / f"fold-{fold}")["samples"] for fold in range(2)] == [96, 96]
+
+
+def check_steps(folder: Path, completed: Completed) -> None:
+    assert sorted(re.findall(r"^end \d$", completed.stdout, re.M)) == ["end 0", "end 1"]
+    assert summary(folder)["samples"] == 19 * 8  # 7, 6 and 6 steps of 3 * 7
+
+
+@needs("openmpi")
+def test_run_ends_with_a_script_whose_loop_has_fewer_steps(tmp_path: Path) -> None:
+    program = PROGRAMS / "accelerate_steps.py"
+    check_steps(tmp_path / "run", run_program(program, 2, "ar-sgd", tmp_path / "run"))
+
+
+@LONG
+def test_simulated_run_ends_with_a_script_whose_loop_has_fewer_steps(tmp_path: Path) -> None:
+    program = PROGRAMS / "accelerate_steps.py"
+    completed = simulate(None, program, "--workers", 2, "--", "ar-sgd", tmp_path / "run")
+    check_steps(tmp_path / "run", completed)
 
 
 @needs("openmpi")

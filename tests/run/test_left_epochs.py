@@ -18,6 +18,7 @@ from aladdin_mpi.options.algorithms import ALGORITHMS
 from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
+from tests.commands import summary
 from tests.messages import naming
 
 LENGTH, BATCH, EPOCHS, MOST = 48, 4, 3, 2
@@ -163,12 +164,17 @@ def test_resumed_run_continues_after_left_epochs(tmp_path: Path, before: str) ->
     assert set(used) == set(range(LENGTH))
 
 
-@pytest.mark.parametrize("algorithm", ["ar-sgd", "aladdin-ahead"])
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("algorithm", sorted(set(ALGORITHMS) - {"multistep"}))
+@pytest.mark.parametrize("most", [MOST, LENGTH])
 def test_break_out_of_the_loop_over_epochs_completes_the_run(
-    tmp_path: Path, algorithm: str
+    tmp_path: Path, algorithm: str, most: int
 ) -> None:
-    for epochs in train(tmp_path, algorithm, leaves=lambda run, count: False, last=1):
-        assert len(epochs) == 2
+    """The summary counts the samples that were computed."""
+    workers = train(tmp_path, algorithm, leaves=lambda run, count: count == most, last=1)
+    assert all(len(epochs) == 2 for epochs in workers)
+    used = [i for epochs in workers for _, samples in chain(*epochs) for i in samples]
+    assert summary(tmp_path)["samples"] == len(used)
 
 
 def test_epoch_left_between_backward_and_step_is_an_error(tmp_path: Path) -> None:
