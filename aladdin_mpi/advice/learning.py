@@ -134,7 +134,8 @@ def efficiency(candidate: Candidate, on: ClusterTraits) -> SampleEfficiency:
     if not rows or (not number and candidate.algorithm in table()):
         return known
     slow = _interpolated(rows, number)
-    if candidate.algorithm in CHOOSES_WIRE and number < (least := min(rows)):
+    adapts = known != UNMEASURED and candidate.algorithm in CHOOSES_WIRE
+    if adapts and number < (least := min(rows)):
         part = log(number) / log(least)
         value = known.value + part * (slow.value - known.value)
         slow = replace(slow, value=value, interval=None, is_sure=False)

@@ -222,6 +222,14 @@ def test_sample_efficiency_falls_gradually_as_links_saturate() -> None:
     assert not each[3].is_sure
 
 
+@pytest.mark.parametrize("megabytes", [0.01, 1.0, 10.0, 100.0])
+def test_every_candidate_has_a_sample_efficiency_on_any_links(megabytes: float) -> None:
+    on = replace(FOUR, megabytes=megabytes)
+    for name in candidates.names((), 8):
+        for each in (candidates.plain(name, on), *candidates.variants(name, on)):
+            assert 0 < learning.efficiency(each, on).value < 2
+
+
 def test_pilot_is_converted_to_longer_rounds() -> None:
     slow = replace(FOUR, links=[GBIT / 50] * 4)
     first, *others = candidates.plain("diloco", slow), *candidates.variants("diloco", slow)
