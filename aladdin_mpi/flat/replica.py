@@ -7,7 +7,7 @@ are computed in the send buffers, and one operation blends in a received model.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -206,6 +206,7 @@ class Replica(FlatModel):
         super().__init__(outline(module), vector, outside)
         self.separate = SeparateParameters()
         self.gradients = BoundGradients(self._parameters, self.separate)
+        self._buffer_names = [name for name, _ in module.named_buffers()]
         self._buffers: list[Tensor] | None = None
         self._kept: deque[list[Tensor]] = deque()
         self._attached: dict[nn.Parameter, Tensor] | None = None
@@ -339,8 +340,27 @@ class Replica(FlatModel):
     def buffers(self) -> list[Tensor]:
         """Return the state outside the flat vector: frozen parameters and the module's buffers."""
         assert self.module is not None
-        frozen = [local(p.detach()) for p in self.module.parameters() if not p.requires_grad]
-        return frozen + list(self.module.buffers())
+        return self.state_outside(self.module)
+
+    def state_outside(self, module: nn.Module) -> list[Tensor]:
+        """Return the same as :meth:`buffers`, of a module with the same structure."""
+        frozen = [local(p.detach()) for p in module.parameters() if not p.requires_grad]
+        return frozen + self.named_buffers(module)
+
+    def named_buffers(self, module: nn.Module) -> list[Tensor]:
+        """Return the module's buffers without those that were registered during training.
+
+        Such buffers, as of a cache, differ among the ranks: servers make no forward pass.
+        """
+        return [module.get_buffer(name) for name in self._buffer_names]
+
+
+def copy_tensors(source: Iterable[Tensor], dest: Iterable[Tensor]) -> None:
+    """Copy values, and the shapes of those whose shape the training has changed."""
+    for mine, theirs in zip(dest, source, strict=True):
+        if mine.shape != theirs.shape:
+            mine.resize_(theirs.shape)
+        mine.copy_(theirs)
 
 
 class PhantomReplica(FlatModel):

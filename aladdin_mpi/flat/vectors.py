@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from functools import cache
 from itertools import chain
 from math import isfinite
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -98,6 +100,12 @@ def is_finite(x: Tensor) -> bool:
 def total(x: Tensor) -> Tensor:
     """Return the sum of ``x``, in fp32 at least."""
     return x.sum(dtype=full(x.dtype))
+
+
+def checksum(x: Tensor) -> int:
+    """Return a CRC-32 of the values' bytes."""
+    content: Any = x.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return zlib.crc32(content)
 
 
 def full(dtype: torch.dtype) -> torch.dtype:

@@ -201,6 +201,7 @@ class DividedEvaluation:
         assert self._copy is not None
         module, replica = self._copy
         enter(replica.parameters.device)
+        copy_buffers(self._context, self._context.module, module)
         replica.set(vector)
         with no_exit():
             self._measurement.prepare(module)
@@ -222,7 +223,7 @@ class DividedEvaluation:
             self._thread.join()
         mine = self._measured(vector, ranks) if transport.rank in ranks else None
         if self._copy is not None:
-            copy_buffers(self._copy[0], self._context.module)
+            copy_buffers(self._context, self._copy[0], self._context.module)
         gathered = gather(transport, mine)
         parts = [gathered[rank] for rank in ranks] if gathered else []
         is_whole = bool(broadcast(transport, bool(parts) and None not in parts))

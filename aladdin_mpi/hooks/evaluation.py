@@ -28,7 +28,7 @@ from aladdin_mpi.hooks.measurement import (
 from aladdin_mpi.hooks.recorder import Metrics
 from aladdin_mpi.hooks.variance import model_variance
 from aladdin_mpi.process.guard import no_exit
-from aladdin_mpi.session.context import Context, share_buffers
+from aladdin_mpi.session.context import Context, share_buffers, share_frozen
 from aladdin_mpi.session.coordinator import Coordinator, RunEnd, RunHook
 from aladdin_mpi.session.plan import Plan
 from aladdin_mpi.worker.role import Role
@@ -264,6 +264,7 @@ class Evaluations(RunHook):
         """Measure the model with the parameters ``vector`` on this rank."""
         assert self._copy is not None and self._evaluate is not None
         module, replica = self._copy
+        copy_buffers(self._context, self._context.module, module)
         replica.set(vector)
         # Restoring generators next to a training thread would repeat that thread's numbers.
         kept = global_generators_kept() if self._transport.models_time else nullcontext()
@@ -342,9 +343,11 @@ class Evaluations(RunHook):
             self._final_variance = self._variance.at_end()
 
     def complete_statistics(self) -> None:
-        """Complete the inputs for batch-norm statistics."""
+        """Complete the inputs for batch-norm statistics, and share the first worker's state."""
         if self._recalibrator is not None:
             self._recalibrator.complete()
+        if self._context.is_real:
+            share_frozen(self._context, self._context.servers)
             share_buffers(self._context, self._context.servers)
 
     def measure_divided(self, model: Tensor | None) -> None:
@@ -365,7 +368,7 @@ class Evaluations(RunHook):
         if figures is None:
             assert self._copy is not None
             figures = self._measure(model)
-            copy_buffers(self._copy[0], module)
+            copy_buffers(self._context, self._copy[0], module)
         self.record_final(run, figures)
         return figures
 

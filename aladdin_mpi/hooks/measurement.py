@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from aladdin_mpi.control.exchange import broadcast, gather
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.flat.gradients import Hooks
-from aladdin_mpi.flat.replica import Replica
+from aladdin_mpi.flat.replica import Replica, copy_tensors
 from aladdin_mpi.process import guard
 from aladdin_mpi.session.context import Context
 
@@ -64,10 +64,11 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a module's forward pass."""
 
 
-def copy_buffers(source: nn.Module, dest: nn.Module) -> None:
-    """Copy the buffers of a module into those of another one with the same structure."""
-    for mine, theirs in zip(dest.buffers(), source.buffers(), strict=True):
-        mine.copy_(theirs)
+def copy_buffers(context: Context, source: nn.Module, dest: nn.Module) -> None:
+    """Copy the state outside the flat vector between two modules with the model's structure."""
+    replica = context.whole
+    assert isinstance(replica, Replica)
+    copy_tensors(replica.state_outside(source), replica.state_outside(dest))
 
 
 def batch_norms(module: nn.Module) -> list[_BatchNorm]:

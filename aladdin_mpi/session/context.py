@@ -6,7 +6,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,12 +43,12 @@ from aladdin_mpi.flat.replica import (
     outline,
 )
 from aladdin_mpi.flat.shards import check_sharding, is_divided, local, ranges
-from aladdin_mpi.flat.vectors import full
+from aladdin_mpi.flat.vectors import checksum, full
 from aladdin_mpi.options.algorithms import Algorithm
 from aladdin_mpi.options.run import RunOptions, check_workers
 from aladdin_mpi.process import guard
 from aladdin_mpi.session.islands import Islands, check_servers_of_parts, make_islands
-from aladdin_mpi.transport.base import Transport, once, surviving_ranks
+from aladdin_mpi.transport.base import Transport, once
 from aladdin_mpi.transport.group import PartOfRanks
 from aladdin_mpi.worker.role import Role
 
@@ -423,9 +423,40 @@ def give_buffers(context: Context, is_new: bool) -> None:
 
 def share_buffers(context: Context, source: int) -> None:
     """Copy the buffers of rank ``source``, or of the next surviving one, to every rank."""
-    surviving = [rank for rank in surviving_ranks(context.transport) if rank >= source]
-    for buffer in context.module.buffers():
-        _broadcast(context.transport, buffer, surviving[0])
+    transport, replica = context.transport, context.whole
+    assert isinstance(replica, Replica)
+    buffers = replica.named_buffers(context.module)
+    facts = gather(transport, [list(buffer.shape) for buffer in buffers])
+    root, shapes = broadcast(transport, _first_from(source, facts))
+    for buffer, shape in zip(buffers, shapes, strict=True):
+        if list(buffer.shape) != shape:  # training has changed it
+            buffer.resize_(shape)
+        _broadcast(transport, buffer, root)
+
+
+def share_frozen(context: Context, source: int) -> None:
+    """Copy the frozen parameters of a rank, as in :func:`share_buffers`, where others differ.
+
+    A loop may change them itself, as those of a teacher that follows the trained model. Most stay
+    as they are, and may be large. Those that FSDP has divided remain as they are on every rank.
+    """
+    transport = context.transport
+    parameters = [p for p in context.module.parameters() if not p.requires_grad]
+    frozen = [p.detach() for p in parameters if not is_divided(p)]
+    if not frozen:
+        return
+    checksums = gather(transport, [checksum(each) for each in frozen])
+    root, theirs = _first_from(source, checksums) if checksums else (0, [])
+    known = [each for each in checksums if each is not None]
+    changed = [i for i, each in enumerate(theirs) if any(mine[i] != each for mine in known)]
+    root, changed = broadcast(transport, (root, changed))
+    for index in changed:
+        _broadcast(transport, frozen[index], root)
+
+
+def _first_from(source: int, facts: Sequence[Any]) -> tuple[int, Any]:
+    """Return the first rank from ``source`` on that has sent a fact, and the fact; at rank 0."""
+    return next(((r, f) for r, f in enumerate(facts) if r >= source and f is not None), (0, None))
 
 
 def _broadcast(transport: Transport, tensor: Tensor, root: int = 0) -> None:

@@ -19,6 +19,7 @@ from aladdin_mpi.accelerator import is_accelerator
 from aladdin_mpi.control.exchange import all_or_none, barrier, broadcast
 from aladdin_mpi.control.tags import COORDINATOR
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.flat.replica import copy_tensors
 from aladdin_mpi.flat.state import MergedState
 from aladdin_mpi.flat.vectors import is_finite
 from aladdin_mpi.session.context import Context
@@ -52,8 +53,7 @@ class LocalState:
 
     def share_buffers(self, state: dict[str, Any]) -> None:
         """Restore only the buffers of a state from :meth:`state_dict`."""
-        for buffer, saved in zip(self._replica.buffers(), state["buffers"], strict=True):
-            buffer.copy_(saved)
+        copy_tensors(state["buffers"], self._replica.buffers())
 
     def seed(self, number: int) -> None:
         """Start with this seed."""
