@@ -56,6 +56,14 @@ option() {
     return $found
 }
 
+# in_config NAME WORDS...: succeed if the file of --config sets the option.
+in_config() {
+    local name=$1 file
+    shift
+    file=$(option config "$@") &&
+        grep -qsE "^[[:space:]]*${name//-/[-_]}[[:space:]]*=" "$file"
+}
+
 # job_name: print the name of this job for scontrol.
 job_name() {
     if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
@@ -69,7 +77,14 @@ job_name() {
 # and RUN_DIR. Add the options that let a requeued job resume (the same run folder, and
 # checkpoints), and the number of spare ranks.
 complete_options() {
+    local name
     OPTIONS=("$@")
+    for name in join resume run-dir spares; do
+        if in_config "$name" "$@"; then
+            fail "--config: $name in a file has no effect here. Pass --$name VALUE on the command" \
+                "line, or SPARES=N for spare ranks."
+        fi
+    done
     check_spares "$@"
     OPTIONS+=(--spares "$SPARES")
     if RUN_DIR=$(option join "$@"); then
@@ -81,16 +96,24 @@ complete_options() {
         fi
         option resume "$@" >/dev/null || OPTIONS+=(--resume auto)
     fi
-    option checkpoint-every "$@" >/dev/null || OPTIONS+=(--checkpoint-every 15min)
+    option checkpoint-every "$@" >/dev/null || in_config checkpoint-every "$@" ||
+        OPTIONS+=(--checkpoint-every 15min)
+}
+
+# check_number NAME: fail if this variable is no number.
+check_number() {
+    if ! [[ ${!1} =~ ^[0-9]{1,6}$ ]]; then
+        fail "$1: expected a number, got '${!1}'"
+    fi
 }
 
 # check_spares WORDS...: fail if SPARES cannot be used with these options.
 check_spares() {
     if option spares "$@" >/dev/null; then
         fail "--spares: this script sets it. Use SPARES=1 sbatch ... instead."
-    elif ! [[ $SPARES =~ ^[0-9]{1,6}$ ]]; then
-        fail "SPARES: expected a number of ranks, got '$SPARES'"
-    elif [ "$SPARES" -gt 0 ] && [ "$LAUNCHER" != mpirun ]; then
+    fi
+    check_number SPARES
+    if [ "$SPARES" -gt 0 ] && [ "$LAUNCHER" != mpirun ]; then
         fail "SPARES=$SPARES: spare ranks require LAUNCHER=mpirun, got '$LAUNCHER'. Use" \
             "LAUNCHER=mpirun, or RESTARTS."
     elif [ "$SPARES" -gt 0 ] && [ "$SURVIVE" = no ]; then
@@ -283,6 +306,7 @@ place_on_nodes() {
     local node wanted responding=() all=()
     MISSING=()
     mapfile -t all < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    check_number SPARE_NODES
     if [ "$SPARE_NODES" -ge ${#all[@]} ]; then
         fail "SPARE_NODES: expected fewer than the job's ${#all[@]} nodes, got '$SPARE_NODES'"
     fi
@@ -344,6 +368,7 @@ may_restart() {
 # to RESTARTS times if it fails. Returns the status of the training.
 train() {
     local status before ranks
+    check_number RESTARTS
     if [ "$RESTARTS" -gt 0 ] && [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
         set -- "$@" --allow-resize # it may have been restarted with fewer nodes before
     fi

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import platform
-import shlex
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from aladdin_mpi.comparison.options import PROG, CompareOptions, ComparisonReque
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.settings import build
 from aladdin_mpi.options.toml_file import read_toml, to_toml
+from aladdin_mpi.process import console
 from aladdin_mpi.process.files import open_own, write_whole
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -120,7 +120,7 @@ FIXED = ("engine", "workers", "script", "script_arguments")
 
 def command_line(request: ComparisonRequest) -> str:
     """Return the command line of the comparison."""
-    return shlex.join(["python", "-m", PROG, *request.words])
+    return console.command_line(["python", "-m", PROG, *request.words])
 
 
 def check_out(out: Path, options: CompareOptions) -> None:

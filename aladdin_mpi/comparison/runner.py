@@ -39,7 +39,7 @@ class Child:
     def __init__(self, command: Sequence[str], log: Path, lock: int) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(open_own(log, os.O_WRONLY | os.O_APPEND), "ab") as file:
-            file.write(f"# {shlex.join(command)}\n".encode())
+            file.write(f"# {console.command_line(command)}\n".encode())
             file.flush()
             self._start_of_log = file.tell()
             self._log = log

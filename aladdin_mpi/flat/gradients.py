@@ -400,7 +400,8 @@ class BucketWatch:
             if self._missing[index] < 0:
                 raise UserError(
                     "training loop: a second backward() before step(). For several backward "
-                    "passes in a step, put all but the last into `with run.accumulate():`."
+                    "passes in a step, put all but the last into `with run.accumulate():`. If a "
+                    "module is called twice under torch.utils.checkpoint, pass use_reentrant=False."
                 )
         if is_complete:
             self._report()

@@ -262,7 +262,8 @@ class RunRequest(Generic[Options]):
         self.model = model
         self.given = given = _joining(given)
         resume = given.get(("resume",))
-        if follows and resume is not None and resume.value not in (None, AUTO):
+        is_path = resume is not None and isinstance(resume.value, (str, Path))
+        if follows and resume is not None and is_path and resume.value != AUTO:
             self.settings = resumed_settings(model, given, Path(resume.value))
         else:
             self.settings = given

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from io import StringIO
@@ -165,6 +166,17 @@ class _DirectWriter(StringIO):
         return len(text)
 
 
+def command_line(words: Sequence[str]) -> str:
+    """Return a command for a shell, in one line without control characters."""
+    return " ".join(shlex.quote(word) if word.isprintable() else _escaped(word) for word in words)
+
+
+def _escaped(word: str) -> str:
+    """Return a word in the quotes of Bash that contain escape sequences."""
+    content = word.encode("unicode_escape").decode().replace("'", "\\'")
+    return f"$'{content}'"
+
+
 class Display(Protocol):
     """A display that is redrawn."""
 
@@ -196,9 +208,17 @@ def say(text: str, stream: TextIO | None = None) -> None:
     """Print lines, by default on stderr.
 
     They are written in one piece: several ranks write to one file, and an unbuffered ``print``
-    would separate a line from its end.
+    would separate a line from its end. A closed stream, or a full disk, does not end the run.
     """
     with nullcontext() if _display is None else _display.aside():
         file = sys.stderr if stream is None else stream
-        file.write(text + "\n")
-        file.flush()
+        with suppress(OSError, ValueError, AttributeError):
+            file.write(text + "\n")
+            file.flush()
+
+
+def flush() -> None:
+    """Write what is buffered, if that is possible."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()

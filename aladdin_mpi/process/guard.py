@@ -303,7 +303,7 @@ def launched_place() -> tuple[int, int]:
     for rank, size in (
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
         ("PMI_RANK", "PMI_SIZE"),
-        ("SLURM_PROCID", "SLURM_NTASKS"),
+        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # the latter is missing in batch scripts
     ):
         if rank in os.environ:
             return int(os.environ[rank]), int(os.environ.get(size, "1"))
@@ -311,8 +311,7 @@ def launched_place() -> tuple[int, int]:
 
 
 def _abort(status: int, size: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    console.flush()
     if size > 1:
         time.sleep(FLUSH_SECONDS)
         try:
@@ -351,8 +350,7 @@ def _run(actions: Iterable[Callable[[], None]]) -> None:
 
 def leave(status: int) -> None:
     """Exit this process when every rank exits by itself; never return."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    console.flush()
     if threading.current_thread() is threading.main_thread():
         # Open MPI ends the others as soon as the first rank exits with an error.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

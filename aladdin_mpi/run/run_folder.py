@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import shlex
 import shutil
 import socket
 import sys
@@ -24,7 +23,7 @@ from aladdin_mpi.options.general import LENGTHS
 from aladdin_mpi.options.run import CONFIG_NAME, RESIZE_FIELDS, SUMMARY, RunOptions
 from aladdin_mpi.options.settings import build
 from aladdin_mpi.options.toml_file import read_toml, to_toml
-from aladdin_mpi.process import files, guard
+from aladdin_mpi.process import console, files, guard
 from aladdin_mpi.process.files import check_own_folder, open_own, write_whole
 from aladdin_mpi.run import trained_model
 from aladdin_mpi.run.report import CURVES
@@ -175,6 +174,8 @@ def _owner(file: IO[str]) -> dict[str, Any]:
 MODELS = (trained_model.FILE, trained_model.FOLDER, trained_model.UNFINISHED)
 WRITTEN = (CONFIG_NAME, METRICS, SUMMARY, *MODELS, CURVES, CHECKPOINT)
 """Files that a run writes, which its folder must not contain at the start."""
+EVENTS = "events.*"
+"""TensorBoard's files, which it must not contain either."""
 
 
 @dataclass(frozen=True)
@@ -279,6 +280,7 @@ def prepare(folder: Path, options: RunOptions) -> RunLock:
         UserError: it holds a run already, another run is using it, or it cannot be written.
     """
     used = [name for name in WRITTEN if (folder / name).exists()]
+    used += [TENSORBOARD] if any((folder / TENSORBOARD).glob(EVENTS)) else []
     if used and not options.overwrite:
         resume = f", or resume it with --resume {folder}" if CONFIG_NAME in used else ""
         raise UserError(
@@ -291,12 +293,12 @@ def prepare(folder: Path, options: RunOptions) -> RunLock:
         lock = take(folder)
         for own in (CHECKPOINT, TENSORBOARD):
             check_own_folder(folder / own)
-        for name in set(used).difference([CHECKPOINT]):
+        for name in set(used).difference([CHECKPOINT, TENSORBOARD]):
             if name in MODELS and (folder / name).is_dir() and not (folder / name).is_symlink():
                 shutil.rmtree(folder / name)
             else:
                 (folder / name).unlink()
-        for old in (folder / TENSORBOARD).glob("events.*"):
+        for old in (folder / TENSORBOARD).glob(EVENTS):
             old.unlink()
         for old in CheckpointStore(folder).all():
             shutil.rmtree(old, ignore_errors=True)
@@ -311,7 +313,7 @@ def _command() -> str:
     # A simulation has one process, even in the environment of a job with several.
     ranks = guard.launched_place()[1] if "mpi4py.MPI" in sys.modules else 1
     start = ["mpirun", "-np", str(ranks)] if ranks > 1 else []
-    return shlex.join([*start, "python", *sys.orig_argv[1:]])
+    return console.command_line([*start, "python", *sys.orig_argv[1:]])
 
 
 def _not_written(folder: Path, error: OSError) -> UserError:

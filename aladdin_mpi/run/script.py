@@ -176,7 +176,7 @@ def _options_of(
 def _program(script: Path, arguments: Sequence[str]) -> Callable[[], None]:
     """Return a function that runs the script once, in a separate namespace."""
     check_script(script)
-    code: CodeType = compile(script.read_text(), str(script), "exec")
+    code: CodeType = compile(script.read_bytes(), str(script), "exec")
     _take_place(script, arguments)
 
     def main() -> None:

@@ -101,6 +101,11 @@ class Plan:
     """0: not by time."""
 
 
+def _samples(interval: float) -> int:
+    """Return an interval in whole samples, at least one unless it is 0, which is never."""
+    return max(1, round(interval)) if interval else 0
+
+
 def make_plan(
     options: RunOptions, epoch: int, origin: Origin, over_mpi: bool, uncut: int = 0
 ) -> Plan:
@@ -125,7 +130,7 @@ def make_plan(
         schedule_step=origin.schedule_step
         or (options.step_size if options.steps is None else step),
         log_every=options.log_every or epoch,
-        eval_every=round(options.eval_every * epoch),
-        checkpoint_every=-(-round(by_samples) // whole) * whole,
+        eval_every=_samples(options.eval_every * epoch),
+        checkpoint_every=-(-_samples(by_samples) // whole) * whole,
         checkpoint_seconds=by_seconds,
     )

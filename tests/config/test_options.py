@@ -354,6 +354,7 @@ def test_invalid_option_is_one_line_error_with_its_name(line: str, parts: list[s
         ("batch-size = 3\nbatch_size = 3", ["batch-size in FILE: ", "twice"]),
         ("epochs = 1\nsamples = 3", ["epochs in FILE", "samples in FILE"]),
         ("nesterov = true\nmomentum = 0", ["nesterov in FILE", "--momentum"]),
+        ("resume = 5", ["resume in FILE: ", "got 5"]),
         ("[slowdown]\n3 = 0.5", ["slowdown in FILE: ", "WORKER=FACTOR", "0.5 for 3"]),
         ("epochs = ", ["--config: ", "FILE", "TOML"]),
     ],

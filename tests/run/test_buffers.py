@@ -30,6 +30,8 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.layer, self.teacher = nn.Linear(3, 1), nn.Linear(3, 1)
         self.teacher.requires_grad_(False)
+        self.count: Tensor
+        self.counts: Tensor
         self.register_buffer("count", torch.zeros(()))
         self.register_buffer("counts", torch.zeros(0))
 
@@ -66,8 +68,14 @@ def train(
 
     def main(transport: Transport) -> None:
         model = Model()
-        options = {"epochs": EPOCHS, "batch_size": BATCH, "lr": 0.01, "compute_time": 0.01}
-        options |= {"run_dir": folder, "resume": "auto", "quiet": True, **settings}
+        options: dict[str, Any] = {"epochs": EPOCHS, "batch_size": BATCH, "lr": 0.01}
+        options |= {
+            "compute_time": 0.01,
+            "run_dir": folder,
+            "resume": "auto",
+            "quiet": True,
+            **settings,
+        }
         run = DataParallel(
             model, transport=transport, algorithm=algorithm, evaluate=evaluate, **options
         )

@@ -95,6 +95,14 @@ def test_loader_processes_find_the_classes_of_the_script() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.long
+def test_script_in_any_encoding_of_python_is_simulated(tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    script.write_bytes(b"\xef\xbb\xbf" + PROGRAM.read_bytes())
+    words = [*SIMULATE, str(script), "--workers", "2", "--quiet", *map(str, SHORT)]
+    assert "trained easgd" in run_ranks(1, words).stdout
+
+
 def test_completed_run_is_not_repeated(tmp_path: Path) -> None:
     words = (*SHORT, "--run-dir", tmp_path / "run", "--resume", "auto")
     over_mpi(*words)
