@@ -159,10 +159,11 @@ class Recent:
     Args:
         total: samples of the run.
         seconds: training time so far.
+        step: samples of a step of all workers, which may report it at the same time.
     """
 
-    def __init__(self, total: int, seconds: float) -> None:
-        self._total = total
+    def __init__(self, total: int, seconds: float, step: int = 1) -> None:
+        self._total, self._step = total, step
         self._completed, self._loss, self._measured = 0, 0.0, 0
         self._moments = deque([_Moment(time.monotonic(), seconds, 0, 0.0, 0)])
 
@@ -188,7 +189,8 @@ class Recent:
     def _is_long(self, then: _Moment, now: _Moment) -> bool:
         completed, is_old = now.completed - then.completed, now.at - then.at >= RECENT_SECONDS
         is_far = completed >= RECENT_SHARE * self._total
-        return completed > 0 and now.seconds > then.seconds and (is_old or is_far)
+        is_enough = completed >= self._step and now.seconds > then.seconds
+        return is_enough and (is_old or is_far)
 
 
 # -- the display --------------------------------------------------------------------------
@@ -206,6 +208,7 @@ class Progress:
 
     Args:
         total: samples of the run.
+        step: samples of a step of all workers.
         samples: number drawn so far.
         seconds: training time so far.
         get_state: returns the state of the run, without rate, loss and remaining time.
@@ -216,6 +219,7 @@ class Progress:
     def __init__(
         self,
         total: int,
+        step: int,
         samples: int,
         seconds: float,
         get_state: Callable[[], State],
@@ -225,7 +229,7 @@ class Progress:
     ) -> None:
         self._total = total
         self._get_state = get_state
-        self._recent = Recent(total, seconds)
+        self._recent = Recent(total, seconds, step)
         self._begun: tuple[float, int] | None = None
         self._output: Live | Lines | None = None
         stream = stream or sys.stderr

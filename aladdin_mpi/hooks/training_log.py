@@ -70,7 +70,13 @@ class TrainingLog(RunHook):
             self._last = max(self._last, (samples, seconds))
             run.catch_up(seconds)
         self._progress = Progress(
-            run.plan.total, drawn, run.seconds, run.state, self._style, self._quiet
+            run.plan.total,
+            run.plan.step,
+            drawn,
+            run.seconds,
+            run.state,
+            self._style,
+            self._quiet,
         )
 
     def on_report(self, run: Coordinator, report: WorkerReport) -> None:

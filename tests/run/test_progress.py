@@ -123,6 +123,16 @@ def test_rate_and_loss_cover_recent_steps_only(monkeypatch: pytest.MonkeyPatch) 
     assert marked == (20.0, 0.25)
 
 
+def test_rate_is_that_of_whole_steps_of_all_workers() -> None:
+    """In a simulation, equal workers complete a step at the same time."""
+    recent = Recent(total=320, seconds=0.0, step=40)
+    for step in range(1, 9):
+        for worker in range(4):
+            recent.add(1.0, 10)
+            rate, _ = recent.mark(step + 1e-9 * worker)
+            assert step == 1 or rate == pytest.approx(40.0, rel=0.3)
+
+
 def test_rate_is_known_without_a_loss() -> None:
     """Timed computing has no loss."""
     recent = Recent(total=1000, seconds=0.0)
