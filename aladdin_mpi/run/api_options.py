@@ -71,6 +71,8 @@ def naming_arguments() -> Iterator[None]:
 
 def as_arguments(text: str) -> str:
     """Replace each command-line option in ``text`` by the argument of DataParallel."""
+    text = re.sub(r"--resume (/\S*)", r"resume='\1'", text)
+    text = re.sub(r"\badd --(overwrite|allow-resize)\b", r"pass --\1=True", text)
     return re.sub(r"--[a-z][a-z-]*", lambda match: _ARGUMENTS.get(match[0], match[0]), text)
 
 

@@ -196,6 +196,14 @@ def test_as_arguments_turns_options_into_argument_names() -> None:
     )
 
 
+def test_as_arguments_gives_values_to_arguments_that_require_them() -> None:
+    text = as_arguments("add --overwrite to replace it, or resume it with --resume /runs/mine")
+    assert text == "pass overwrite=True to replace it, or resume it with resume='/runs/mine'"
+    assert (
+        as_arguments("add --allow-resize, or change --lr") == "pass allow_resize=True, or change lr"
+    )
+
+
 def test_exception_in_a_custom_loop_ends_the_job(tmp_path: Path) -> None:
     completed = run_program(tmp_path, "loop_mistakes", "exception", check=False)
     assert completed.returncode != 0
