@@ -23,7 +23,7 @@ from aladdin_mpi.exchange.server_mailbox import ReceivedBucket
 from aladdin_mpi.exchange.worker_mailbox import Model, ModelInbox
 from aladdin_mpi.flat.layout import Bucket, Layout
 from aladdin_mpi.flat.state import MergedState, Stateful, saved
-from aladdin_mpi.flat.vectors import add, clear, copy
+from aladdin_mpi.flat.vectors import add, copy
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.options.algorithms import ALADDIN, AladdinOptions, own
@@ -148,8 +148,8 @@ class _Shard(Stateful):
         self.counted = max(self.counted, state["counted"])
         if state["sum"] is None:
             return
-        if not self.sum.count:
-            clear(self.sum.values)
+        if self.sum.is_empty:
+            self.sum.saved = self.sum.values.new_zeros(bucket.numel)
         mine = self.sum.values[first - bucket.start : last - bucket.start]
         copy(mine, state["sum"][first - start : last - start])
         self.sum.count = max(self.sum.count, state["count"])

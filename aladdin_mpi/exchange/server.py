@@ -49,19 +49,23 @@ class GradientSum:
         self._storage = torch.zeros(largest, dtype=full(like.dtype), device=like.device)
         self._numel = numel
         self.count = 0
+        self.is_empty = True
+        """Whether nothing has been added. A message without gradients, which sends what a codec had
+        held back, adds 0 to ``count``."""
 
     @property
     def values(self) -> Tensor:
-        """The sum; meaningless while ``count`` is 0."""
+        """The sum; meaningless while :attr:`is_empty`."""
         return cut(self._storage, 0, self._numel)
 
     @property
     def saved(self) -> Tensor | None:
         """The sum for a checkpoint; None if it is empty."""
-        return self.values if self.count else None
+        return None if self.is_empty else self.values
 
     @saved.setter
     def saved(self, values: Tensor | None) -> None:
+        self.is_empty = values is None
         if values is not None:
             self.values.copy_(values)
 
@@ -73,12 +77,13 @@ class GradientSum:
         refused = arrival.refused
         if self._storage.is_meta:
             pass
-        elif self.count and self._is_kept(arrival):
+        elif not self.is_empty and self._is_kept(arrival):
             self._add_to_message(arrival)
         else:
             if not arrival.is_finite:
                 arrival.refuse()
             self._add_message(arrival)
+        self.is_empty = False
         self.count += arrival.count
         return refused or not arrival.refused
 
@@ -92,7 +97,7 @@ class GradientSum:
             arrival.refuse()
 
     def _add_message(self, arrival: ReceivedBucket) -> None:
-        if self.count:
+        if not self.is_empty:
             arrival.add_to(self.values)
         elif self._is_kept(arrival):
             self._storage = arrival.exchange(self._storage)
@@ -109,6 +114,7 @@ class GradientSum:
     def clear(self) -> None:
         """Start a new sum."""
         self.count = 0
+        self.is_empty = True
 
 
 class ParameterServer(Stateful):

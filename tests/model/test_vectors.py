@@ -126,6 +126,26 @@ def test_gradient_sum_counts_refused_arrival_as_zeros() -> None:
     assert not total.values.any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_restored", [False, True])
+def test_gradient_sum_keeps_message_without_gradients(
+    is_restored: bool, dtype: torch.dtype
+) -> None:
+    """A worker without samples sends what its codec has held back; a checkpoint may follow."""
+    total = GradientSum(NUMEL, NUMEL, torch.zeros(NUMEL))
+    messages = [values(turn).to(dtype) for turn in range(3)]
+    expected = torch.stack(messages).float().sum(0)
+    for message, count in zip(messages, (0, 0, 1), strict=True):
+        assert total.add(arrival(message, count))
+        if is_restored:
+            former, total = total, GradientSum(NUMEL, NUMEL, torch.zeros(NUMEL))
+            total.saved, total.count = former.saved, former.count
+    assert total.count == 1
+    torch.testing.assert_close(total.values, expected)
+    total.clear()
+    assert total.saved is None
+
+
 def test_gradient_sum_never_returns_its_own_memory() -> None:
     """Memory returned for later receives is never that of the sum."""
     total = GradientSum(NUMEL, NUMEL, torch.zeros(NUMEL))

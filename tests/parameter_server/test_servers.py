@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from aladdin_mpi.algorithms.shat import staleness_weight
 from aladdin_mpi.algorithms.ssp import SspWorker
@@ -153,6 +153,54 @@ def test_bsp_group_limits_the_workers_aggregated_on_a_host() -> None:
     gradients = end.servers[0].traffic.bytes_received / (4 * job.numel * rounds)
     assert 4 <= gradients < 4 + 0.8
     torch.testing.assert_close(end.model, single_process(job), rtol=1e-4, atol=1e-5)
+
+
+# -- values that BSP's codecs hold back ----------------------------------------------
+
+
+class Linear(nn.Module):
+    """A problem with one matrix, whose gradient is the noise for any model."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.zeros(numel // 10, 10))
+
+    def forward(self, noise: Tensor) -> Tensor:
+        return (noise.view_as(self.matrix) * self.matrix).sum()
+
+
+def held_back(end: Outcome) -> Tensor:
+    """Return the values that the workers' codecs still hold, one worker per row."""
+    codecs: list[Any] = [worker.role.link.outbox._codec for worker in end.workers]  # type: ignore[attr-defined]
+    return torch.stack([getattr(codec, "residual", codec).left for codec in codecs])
+
+
+LOSSY = [{"compression": "dgc", "dgc": {"ratio": 0.05, "warmup_epochs": 0}}, {"wire": "int4"}]
+
+
+def lossy_job(settings: dict[str, Any], samples: int) -> Job:
+    """Return a run with momentum and weight decay off, in rounds of 16 samples."""
+    settings = {"momentum": 0.0, "weight_decay": 0.0, **settings}
+    return Job(
+        "bsp",
+        servers=2,
+        numel=400,
+        bucket=150,
+        samples=samples,
+        noise=1.0,
+        settings=settings,
+        problem=Linear,
+    )
+
+
+@pytest.mark.parametrize("settings", LOSSY, ids=["dgc", "int4"])
+def test_bsp_applies_all_but_the_values_that_codecs_hold_back(settings: dict[str, Any]) -> None:
+    """In the last round, with one sample, three workers send only values held back before."""
+    exact, lossy = run(lossy_job({}, 49)), run(lossy_job(settings, 49))
+    lossy.check_accounts()
+    left = held_back(lossy).sum(0)
+    assert left.abs().max() > 0.5
+    torch.testing.assert_close(lossy.model, exact.model + 0.05 / 4 * left)
 
 
 # -- handling time ------------------------------------------------------------------
