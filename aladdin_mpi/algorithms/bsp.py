@@ -200,7 +200,7 @@ class BspServer(ServerAlgorithm):
         """Return the divisor of the sum, so that every sample in it has the same weight."""
         if self.host_first or len(self.arrived[bucket.index]) == self.n:
             return self.n  # exactly, not as a sum of fractions
-        return self.weights[bucket.index] or 1.0  # 0: a sum of zeros
+        return self.weights[bucket.index] or self.n  # 0: only what codecs had held back
 
 
 register(

@@ -203,6 +203,19 @@ def test_bsp_applies_all_but_the_values_that_codecs_hold_back(settings: dict[str
     torch.testing.assert_close(lossy.model, exact.model + 0.05 / 4 * left)
 
 
+@pytest.mark.parametrize("settings", LOSSY, ids=["dgc", "int4"])
+def test_bsp_divides_held_back_values_by_workers_in_round_without_samples(
+    settings: dict[str, Any],
+) -> None:
+    """The worker with the only sample of the last round fails; the others have none."""
+    exact, before = run(lossy_job({}, 48)), run(lossy_job(settings, 48))
+    failures = NO_DELAY.model_copy(update={"failures": {2: 3.5}})
+    end = run(replace(lossy_job(settings, 49), cluster=failures))
+    assert len(end.workers) == 3
+    left = held_back(end).sum(0) + held_back(before)[0]
+    torch.testing.assert_close(end.model, exact.model + 0.05 / 4 * left)
+
+
 # -- handling time ------------------------------------------------------------------
 
 
