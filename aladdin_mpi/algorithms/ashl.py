@@ -446,11 +446,11 @@ class TrainingPlanner(Stateful):
         self.loss.report(worker, loss, gradients)
         if times:
             self.times[worker] = times
-        if not self.planned and times:
+        if not self.planned and self.times:
             missing = [w for w in range(self.server.worker_count) if w not in self.times]
             if all(self.server.has_failed(w) for w in missing):
                 # A failed worker gets a part too, which is never requested.
-                self.times |= dict.fromkeys(missing, times)
+                self.times |= dict.fromkeys(missing, next(iter(self.times.values())))
                 self._make_plan()
         if self.planned and self.phase == Phase.COARSE and self._is_fine():
             self.phase, self.fine_from = int(Phase.FINE), self.server.samples

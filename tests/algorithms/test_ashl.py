@@ -39,7 +39,7 @@ from tests.checks import check_converges, check_resumed
 from tests.commands import checkpoint_part, simulate, summary, train
 from tests.drawn_jobs import any_served_job
 from tests.launch import needs
-from tests.quadratic import network
+from tests.quadratic import NO_DELAY, network
 from tests.roles import Job, Outcome, run, single_process
 
 CPU = torch.device("cpu")
@@ -260,6 +260,18 @@ def test_ashl_has_no_plan_before_all_workers_have_measured() -> None:
     assert head_of(end).plan == []
     assert head_of(end).phase == Phase.COARSE
     assert head_of(end).facts() == {"plan": [], "fine_from": None}
+
+
+def test_ashl_plans_without_worker_that_fails_before_it_has_measured() -> None:
+    """The others have measured by then; the slow worker makes two of five iterations."""
+    cluster = NO_DELAY.model_copy(update={"failures": {3: 9.5}})
+    job = Job("ashl", workers=3, slowdown={2: 4.0}, samples=400, cluster=cluster)
+    job.settings = ashl(stage="fine", coarse_steps=4)
+    end = run(job)
+    head = head_of(end)
+    assert [share.fine.steps for share in head.plan] == [2, 2, 2]
+    assert head.phase == Phase.FINE
+    assert [worker_of(end, i).plan for i in range(2)] == head.plan[:2]
 
 
 @pytest.mark.parametrize("feedback", [False, True])
