@@ -167,10 +167,10 @@ class Schedule(Stateful):
                 self._start(time)
             return
         is_late = time >= self._ends - self.period / 2
-        if self.search.active and len(self._points) == 1 and is_late:
-            self._points.append((time - self._searched, self.loss.value))
         if time >= self._ends:
             self._check(time)
+        elif self.search.active and len(self._points) == 1 and is_late:
+            self._points.append((time - self._searched, self.loss.value))
 
     def exclude(self, worker: int) -> None:
         """Exclude a worker that has failed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import inf, nan
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from aladdin_mpi.algorithms.adsp import AdspServer, LossCurve, RateSearch, Schedule, fit, reward
+from aladdin_mpi.algorithms import adsp
+from aladdin_mpi.algorithms.adsp import (
+    AdspServer,
+    LossCurve,
+    Point,
+    RateSearch,
+    Schedule,
+    fit,
+    reward,
+)
 from aladdin_mpi.exchange.server_link import LocalDifference
 from aladdin_mpi.options.algorithms import AdspOptions
 from tests.checks import check_converges, check_resumed
@@ -160,6 +169,17 @@ def test_adsp_spreads_remaining_commits_over_remaining_period() -> None:
     assert schedule.interval(0, 5.0) == pytest.approx(9 + 12 / 3)
 
 
+def test_adsp_search_tries_rate_for_another_period_without_commit_in_second_half() -> None:
+    schedule = Schedule(1, options(period=10))
+    schedule.open(0.0)
+    rates = []
+    # Periods end at the commits at 10, 20.5 and 31; only the first has one in its second half.
+    for level, time in enumerate((0.0, 7.0, 10.0, 14.0, 20.5, 31.0)):
+        schedule.commit(0, time, 1 / (1 + level), 1, 0.1)
+        rates.append(schedule.search.rate)
+    assert rates == [1, 1, 2, 2, 2, 3]
+
+
 def test_adsp_default_intervals_have_proportions_of_paper() -> None:
     schedule = Schedule(2, options())
     schedule.open(0.0)
@@ -216,6 +236,23 @@ def test_adsp_workers_of_unequal_speed_commit_at_equal_rate(
     assert max(steady) <= 1
     steps = [worker.role.counts()["computed"] for worker in end.workers]
     assert steps[3] > 4 * steps[0]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_adsp_search_judges_rates_by_losses_at_three_times(
+    monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    judged: list[list[float]] = []
+
+    def recording(points: Sequence[Point]) -> LossCurve | None:
+        judged.append([time for time, _ in points])
+        return fit(points)
+
+    monkeypatch.setattr(adsp, "fit", recording)
+    run(Job("adsp", workers=workers, samples=1600, slowdown={0: 3.0}, settings=plain()))
+    assert len(judged) > 5
+    for times in judged:
+        assert len(set(times)) == 3 and times == sorted(times)
 
 
 def test_adsp_workers_do_not_wait() -> None:
