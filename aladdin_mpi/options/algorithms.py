@@ -93,6 +93,7 @@ class Algorithm:
         needs_all: whether, with these options, it cannot continue without every worker.
         collective: gradients or models are sent in collectives, which have no checksums.
         optimizers: supported optimizers.
+        is_nesterov: its momentum is Nesterov's, also without ``--nesterov``.
         clips: see :class:`aladdin_mpi.worker.worker.Worker`.
         server_steps: the servers' optimizers step along gradients, unless these are compressed;
             an option ``momentum`` of the algorithm takes precedence.
@@ -122,6 +123,7 @@ class Algorithm:
     needs_all: Callable[[GeneralOptions], bool] = lambda run: False
     collective: bool = False
     optimizers: Optimizers = "any"
+    is_nesterov: bool = False
     clips: Clips = "own"
     server_steps: bool = False
     steps_unused: bool = False
@@ -516,6 +518,7 @@ EAMSGD = Algorithm(
     has_centre=True,
     quantises=True,
     optimizers="sgd",
+    is_nesterov=True,
     steps_unused=True,
     on_resize=FROM_CENTRE,
 )

@@ -391,7 +391,9 @@ class GeneralOptions(BaseModel):
         0.1, "factor on the learning rate at each of --lr-steps", "FACTOR"
     )
     momentum: Fraction = optimisation_option(0.9, "momentum of SGD", "FACTOR", common=True)
-    nesterov: bool = optimisation_option(False, "Nesterov momentum")
+    nesterov: bool = optimisation_option(
+        False, "Nesterov momentum", details="eamsgd always uses it"
+    )
     weight_decay: NonNegativeFloat = optimisation_option(
         SGD_DECAY,
         "weight decay (L2 for sgd)",

@@ -411,6 +411,8 @@ def _remedy(options: RunOptions, path: FieldPath) -> str:
         return with_algorithm if options.wire != "auto" else ""
     if name in ("momentum", "nesterov") and options.optimizer != "sgd":
         return f"with --optimizer {options.optimizer}. Use --optimizer-options, or leave it out."
+    if name == "nesterov" and algorithm is not None and algorithm.is_nesterov:
+        return f"with --algorithm {options.algorithm}, which always uses it. Leave it out."
     if name == "lr_decay" and options.lr_schedule != "step":
         return f"with --lr-schedule {options.lr_schedule}. Use --lr-schedule step, or leave it out."
     is_one_host = isinstance(options, SimulateOptions) and options.cluster.hosts == 1

@@ -65,6 +65,7 @@ def test_momentum_is_that_of_sgd() -> None:
     [
         ("--servers 2", "--algorithm ar-sgd", "--algorithm bsp"),
         ("--wire fp32", "--algorithm aladdin-local", "--algorithm aladdin-ahead"),
+        ("--nesterov", "--algorithm eamsgd", "--algorithm easgd"),
         ("--lr-decay 0.5", "--lr-schedule cosine", "--lr-schedule step --lr-steps 3"),
     ],
 )
