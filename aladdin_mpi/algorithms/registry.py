@@ -96,11 +96,12 @@ def check_optimizer(algorithm: Algorithm, options: GeneralOptions, optimizer: Op
         return
     name = optimizer.name
     if algorithm.optimizers == "sgd" or options.compression == "dgc":
-        what = algorithm.name if algorithm.optimizers == "sgd" else "--compression dgc"
+        what, remedy = "--compression dgc", "leave --compression out"
+        if algorithm.optimizers == "sgd":
+            what, remedy = algorithm.name, "another algorithm, such as ar-sgd"
         raise UserError(
             f"optimizer: {what} requires the built-in momentum SGD; this run uses another "
-            f"optimizer ({name}). Use --momentum and --weight-decay instead, or another "
-            "algorithm, such as ar-sgd."
+            f"optimizer ({name}). Use --momentum and --weight-decay instead, or {remedy}."
         )
     if algorithm.optimizers == "by-value" and not optimizer.takes_parts:
         able = ", ".join(sorted(a.name for a in ALGORITHMS.values() if a.optimizers == "any"))
