@@ -107,7 +107,7 @@ def _report(folder: Path, written: Sequence[Path]) -> None:
     setting = "" if by_name else f"ALADDIN_SLURM={shlex.quote(str(folder.resolve()))} "
     script = shlex.quote(str(folder / "train.sbatch"))
     print(f"Set nodes, GPUs and time in {folder}/train.sbatch or pass them to sbatch, then run:")
-    print(f"    {setting}sbatch {script} --algorithm aladdin --epochs 5")
+    print(f"    {setting}sbatch {script} --epochs 5")
 
 
 if __name__ == "__main__":
