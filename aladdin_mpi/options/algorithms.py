@@ -565,9 +565,9 @@ class LocalSgdOptions(OwnOptions):
     )
     post: NonNegativeInt = option(
         0,
-        "samples at the start of the run with an average after every step",
+        "average after every step during the first samples of the run",
         "SAMPLES",
-        details="of all workers together (post-local SGD); 0: none",
+        details="counted over all workers (post-local SGD); 0: never",
     )
     allreduce: Allreduce = option("auto", "all-reduce implementation, as --ar-sgd-allreduce")
 
@@ -681,9 +681,9 @@ class AsyncDilocoOptions(OwnOptions):
     )
     grace: NonNegativeFloat = option(
         0.0,
-        "time that a server waits for more differences before it answers",
+        "longest time that a server waits for differences after the first one",
         "SECONDS",
-        details="after the first of them; all of its answers then include all of them",
+        details="it then answers all of them with the same model",
     )
     weights: Literal["equal", "samples", "samples-per-step"] = option(
         "equal",

@@ -261,9 +261,9 @@ class GeneralOptions(BaseModel):
 
     min_workers: PositiveInt = run_option(
         1,
-        "number of workers without which the run is saved and ends",
+        "smallest number of workers with which the run continues",
         "WORKERS",
-        details="when others have failed; status 75",
+        details="if failures leave fewer, it is saved and exits with status 75",
     )
 
     # -- data
@@ -540,9 +540,9 @@ class GeneralOptions(BaseModel):
     )
     join: Path | None = output_option(
         None,
-        "run folder of another job, which saves its run, and ends",
+        "run folder of another job, whose run this job takes over",
         "FOLDER",
-        details="this job then resumes the run, with the ranks that it has",
+        details="the other job saves the run and ends; this one resumes it with its own ranks",
     )
     allow_resize: bool = output_option(
         False,
