@@ -41,7 +41,7 @@ def main() -> None:
         loss = functional.cross_entropy(model(images), labels, label_smoothing=0.1)
         loss.backward()
         run.step(loss)  # + instead of optimizer.step() and zero_grad()
-    if run.transport.rank == 0:  # +
+    if run.is_first:  # +
         images, labels = default_collate([data.test[i] for i in range(len(data.test))])
         print(f"accuracy {accuracy(model, images, labels):.4f}")
 
