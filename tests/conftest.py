@@ -66,6 +66,8 @@ HOSTS = (
     "tests/benchmarks/test_lab.py",
 )
 """Files that build a network of hosts, one at a time."""
+LENGTHY = ("tests/late/", "tests/test_under_mpirun.py")
+"""Files with tests of a minute, which would be the last to end."""
 DRAWN = ("seed", "group", "block")
 """Parameters that number the cases which a test draws."""
 FEW = 4
@@ -117,16 +119,17 @@ def _sample(items: list[pytest.Item]) -> None:
 
 
 def _sort(items: list[pytest.Item]) -> None:
-    """Start long chains first; spread jobs, few of which run at a time, evenly among the tests."""
+    """Start what takes long first; spread jobs, few of which run at a time, among the tests."""
     chains: list[pytest.Item] = []
     jobs: list[pytest.Item] = []
     alone: list[pytest.Item] = []
     for item in items:
-        is_chain = item.nodeid.startswith((*HOSTS, *SHARED))
+        is_chain = item.nodeid.startswith((*LENGTHY, *HOSTS, *SHARED))
         (chains if is_chain else jobs if _starts_a_job(item) else alone).append(item)
     # Sorted by the share of tests of the same kind before each.
     shares = [place / len(kind) for kind in (jobs, alone) for place in range(len(kind))]
     mixed = sorted(zip(shares, range(len(shares)), (*jobs, *alone), strict=True))
+    chains.sort(key=lambda item: not item.nodeid.startswith(LENGTHY))
     items[:] = [*chains, *(item for _, _, item in mixed)]
 
 

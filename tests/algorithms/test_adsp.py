@@ -215,6 +215,7 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[bool, list[in
     yield result
 
 
+@pytest.mark.long
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("period", [12.0, 24.0, 40.0])
 def test_adsp_workers_of_unequal_speed_commit_at_equal_rate(

@@ -307,6 +307,7 @@ def test_rest_is_in_one_place_while_it_is_sent(monkeypatch: pytest.MonkeyPatch) 
     assert kept == [None, None]
 
 
+@pytest.mark.long
 def test_moment_is_usable_after_a_schedule_that_ends_at_zero() -> None:
     """A cosine over 60 rounds; then another, as if the run were resumed for more epochs."""
     workers, rounds, seen = 4, 60, []

@@ -514,6 +514,7 @@ def test_async_diloco_counters_balance_under_any_conditions(seed: int) -> None:
     run(job).check_accounts()
 
 
+@pytest.mark.long
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])
 def test_async_diloco_converges_to_minimum(wire: str) -> None:

@@ -218,6 +218,7 @@ def test_diloco_counters_balance_under_any_conditions(seed: int) -> None:
         assert torch.equal(mine, end.locals[0])
 
 
+@pytest.mark.long
 def test_diloco_converges_to_known_minimum() -> None:
     this = Job("diloco", workers=4, samples=8000, noise=0.0, schedule=lambda samples: 0.2)
     this.settings = {"momentum": 0.5, "weight_decay": 0.0, "diloco": {"steps": 5}}

@@ -215,6 +215,7 @@ def test_multistep_overlaps_all_gathers_with_forward_pass(
     assert at_once < 0.9 * workers
 
 
+@pytest.mark.long
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("workers", [4, 8])
 def test_multistep_keeps_saturated_links_busy(tmp_path: Path, workers: int) -> None:

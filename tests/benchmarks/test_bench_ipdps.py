@@ -43,6 +43,7 @@ def test_ipdps_runs_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert again.out.splitlines()[4:6] == first.out.splitlines()[4:6]
 
 
+@pytest.mark.long
 def test_single_server_is_limited_by_memory_bandwidth() -> None:
     """Each gradient of VGG-16 moves seven times its bytes, and each message takes 1 ms."""
     run = Run("vgg16", 56, "asp", 24, "none", cluster=ipdps.HOSTS)

@@ -68,6 +68,7 @@ def test_probe_reports_one_error_for_all_ranks(words: list[str], tmp_path: Path)
     assert not out.exists()
 
 
+@pytest.mark.long
 @needs("openmpi")
 def test_probe_names_hanging_rank_and_ends(tmp_path: Path) -> None:
     words = [*QUICK, "--model", f"{STRAGGLING}:hanging", "--out", tmp_path / "cluster.toml"]

@@ -113,6 +113,7 @@ def test_completed_run_is_not_repeated(tmp_path: Path) -> None:
     assert metrics(tmp_path / "run") == lines
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("status", [0, 3])
 def test_script_determines_the_status(status: int) -> None:
     completed = over_mpi(*SHORT, "--quiet", "--", "--status", status, check=False)

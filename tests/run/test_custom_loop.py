@@ -204,6 +204,7 @@ def test_as_arguments_gives_values_to_arguments_that_require_them() -> None:
     )
 
 
+@LONG
 def test_exception_in_a_custom_loop_ends_the_job(tmp_path: Path) -> None:
     completed = run_program(tmp_path, "loop_mistakes", "exception", check=False)
     assert completed.returncode != 0

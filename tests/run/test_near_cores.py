@@ -229,6 +229,7 @@ def test_run_continues_if_core_binding_is_forbidden(monkeypatch: pytest.MonkeyPa
     assert torch.get_num_threads() == before
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system binds no processes")
 def test_binding_covers_all_threads_of_the_process(tmp_path: Path) -> None:
     completed = run_alone(tmp_path, "bound_threads")

@@ -61,6 +61,7 @@ def test_multistep_refuses_gradients_of_exchanged_activations(
     assert figures["test_accuracy"] > 0.4
 
 
+@pytest.mark.long
 def test_worker_with_only_refused_gradients_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

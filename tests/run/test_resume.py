@@ -73,6 +73,7 @@ def test_resumed_run_killed_before_its_summary_is_bit_identical(tmp_path: Path) 
     assert_same(tmp_path / "whole", tmp_path / "killed")
 
 
+@pytest.mark.long
 def test_resume_extends_a_finished_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     simulate(run_dir, *PLAN, "--epochs", 1, "--lr-schedule", "constant", modules=PROGRAMS)
@@ -87,6 +88,7 @@ def test_resume_extends_a_finished_run(tmp_path: Path) -> None:
     assert evaluations[-1]["samples"] == 2 * EPOCH
 
 
+@pytest.mark.long
 def test_checkpoint_by_time_does_not_cut_a_round_of_diloco(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     plan = [*PLAN, "--algorithm", "diloco", "--diloco-steps", 7]

@@ -295,6 +295,7 @@ def test_sharded_model_trains_in_one_process(tmp_path: Path) -> None:
     assert figures["samples"] == 768 and float(worker["test_loss"]) < 0.5
 
 
+@pytest.mark.long
 def test_sharded_model_cannot_be_simulated(tmp_path: Path) -> None:
     command = ["-m", "aladdin_mpi.simulate"]
     options = ["--workers", 4, "--run-dir", tmp_path / "run", "--", "ar-sgd", "{}"]

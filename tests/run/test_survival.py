@@ -177,6 +177,7 @@ def test_spares_option_requires_an_mpi_with_ulfm(tmp_path: Path) -> None:
     check_names(refusal(completed), "--spares requires", "MPI")
 
 
+@pytest.mark.long
 def test_spare_ranks_exit_with_the_job(tmp_path: Path) -> None:
     """Both if the run is refused, and if it ends without a failure."""
     run = tmp_path / "run"

@@ -52,6 +52,7 @@ def test_train_script_binds_workers_on_two_nodes(
     assert run_summary["test_accuracy"] > TRAINED
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["mpirun", pytest.param("srun", marks=pytest.mark.long)])
 def test_train_script_spreads_servers_over_nodes(cluster: SlurmCluster, launcher: str) -> None:
