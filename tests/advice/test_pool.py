@@ -42,6 +42,7 @@ def test_pool_runs_calls_after_a_cancelled_one() -> None:
         assert first.done()
 
 
+@pytest.mark.long
 def test_killed_pool_process_fails_its_call() -> None:
     with closing(Processes(1)) as pool, pytest.raises(BrokenExecutor):
         pid = pool.submit(os.getpid).result(timeout=60)

@@ -62,7 +62,7 @@ def assert_is_clipped(trained: Trained) -> None:
     assert 0 < trained.moved < LR * CLIP * trained.summary["gradients_computed"]
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(8)
 def test_clip_option_bounds_steps(run: Run) -> None:
     assert run(losses(LARGE)).moved > 1
     assert_is_clipped(run(losses(LARGE), clip=CLIP))
@@ -89,7 +89,7 @@ def test_loss_scale_is_removed_from_gradients(run: Run, settings: dict[str, Any]
     assert torch.equal(scaled.x, run(losses(), **settings).x)
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(8)
 def test_overflowing_gradient_is_refused(run: Run) -> None:
     steps = 0
 
@@ -105,14 +105,14 @@ def test_overflowing_gradient_is_refused(run: Run) -> None:
     assert 1e-3 < trained.moved < 1
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(8)
 def test_loss_above_max_loss_refuses_gradient(run: Run) -> None:
     trained = run(max_loss=1e-6)
     assert trained.summary["gradients_refused"] == trained.summary["gradients_computed"] == 12
     assert_is_start(trained)
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(8)
 def test_accumulated_batches_equal_step_of_larger_batch(run: Run) -> None:
     whole = run(batch_size=8)
     halves = run(losses(0.5), accumulate=2)
@@ -146,7 +146,7 @@ def test_skipped_batches_have_no_effect(run: Run, is_forward_done: bool) -> None
     assert_is_start(run(step))
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(8)
 def test_gradients_may_be_changed_before_step_without_wait_free(run: Run) -> None:
     def step(run: DataParallel, model: nn.Module, inputs: Tensor, labels: Tensor) -> None:
         loss = loss_of(model, inputs, labels)

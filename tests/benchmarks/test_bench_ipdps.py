@@ -17,6 +17,7 @@ from benchmarks.ipdps_paper import FIGURE_2, FIGURE_4, NETWORKS
 from benchmarks.ipdps_run import Run, rate, resnet50, speed_up
 
 
+@pytest.mark.long
 def test_ipdps_runs_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cells = ["--network", "vgg16", "--gbit", "56", "--figure", "2", "--workers", "8"]
     words = [*cells, "--algorithm", "ar-sgd", "ad-psgd", "--rounds", "3"]

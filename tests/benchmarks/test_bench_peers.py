@@ -70,6 +70,7 @@ def test_gradient_benchmark_keeps_memory_pass_budget(tmp_path: Path) -> None:
     assert rows["server", "polls by the rank"]["times"] > 0
 
 
+@pytest.mark.long
 def test_kernels_benchmark_runs(tmp_path: Path) -> None:
     rows = run_script("kernels", tmp_path, "--quick")["rows"]
     assert [row["what"] for row in rows] == list(kernels.KERNELS)
@@ -84,6 +85,7 @@ def test_heap_benchmark_compares_retained_and_freed_memory(tmp_path: Path) -> No
     assert not heap.missed([{**row, "ratio": 1.0}])
 
 
+@pytest.mark.long
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kernel", ["momentum", "update"])
 def test_kernel_variants_compute_equal_results(kernel: str) -> None:

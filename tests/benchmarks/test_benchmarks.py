@@ -45,6 +45,7 @@ def test_progress_benchmark_runs(tmp_path: Path) -> None:
     assert all(row["wait, s"] >= 0 for row in rows)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @needs("openmpi")
 def test_intake_benchmark_runs(tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ def test_baseline_has_the_batch_size_of_the_script(whole: tuple[Path, Completed]
     assert "80 samples/s, calculated: a step of 8 samples in 0.1 s" in whole[1].stdout
 
 
+@pytest.mark.long
 def test_rerun_keeps_finished_runs(whole: tuple[Path, Completed]) -> None:
     before = (whole[0] / "table.csv").read_text()
     assert compare(whole_words(whole[0])) == 0
