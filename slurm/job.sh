@@ -31,6 +31,10 @@ fail() {
     exit 2
 }
 
+for number in RESTARTS SPARE_NODES SPARES; do
+    [[ ${!number} =~ ^[0-9]{1,6}$ ]] || fail "$number: expected a number, got '${!number}'"
+done
+
 # Divide the words after the batch script's name, "$@" here and there: options, which remain, and
 # ARGUMENTS of a training script, which are -- and what follows.
 OPTIONS=()
@@ -100,20 +104,11 @@ complete_options() {
         OPTIONS+=(--checkpoint-every 15min)
 }
 
-# check_number NAME: fail if this variable is no number.
-check_number() {
-    if ! [[ ${!1} =~ ^[0-9]{1,6}$ ]]; then
-        fail "$1: expected a number, got '${!1}'"
-    fi
-}
-
 # check_spares WORDS...: fail if SPARES cannot be used with these options.
 check_spares() {
     if option spares "$@" >/dev/null; then
         fail "--spares: this script sets it. Use SPARES=1 sbatch ... instead."
-    fi
-    check_number SPARES
-    if [ "$SPARES" -gt 0 ] && [ "$LAUNCHER" != mpirun ]; then
+    elif [ "$SPARES" -gt 0 ] && [ "$LAUNCHER" != mpirun ]; then
         fail "SPARES=$SPARES: spare ranks require LAUNCHER=mpirun, got '$LAUNCHER'. Use" \
             "LAUNCHER=mpirun, or RESTARTS."
     elif [ "$SPARES" -gt 0 ] && [ "$SURVIVE" = no ]; then
@@ -306,7 +301,6 @@ place_on_nodes() {
     local node wanted responding=() all=()
     MISSING=()
     mapfile -t all < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-    check_number SPARE_NODES
     if [ "$SPARE_NODES" -ge ${#all[@]} ]; then
         fail "SPARE_NODES: expected fewer than the job's ${#all[@]} nodes, got '$SPARE_NODES'"
     fi
@@ -368,7 +362,6 @@ may_restart() {
 # to RESTARTS times if it fails. Returns the status of the training.
 train() {
     local status before ranks
-    check_number RESTARTS
     if [ "$RESTARTS" -gt 0 ] && [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
         set -- "$@" --allow-resize # it may have been restarted with fewer nodes before
     fi

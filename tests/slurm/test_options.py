@@ -51,7 +51,8 @@ def test_configuration_files_may_not_set_what_the_script_sets(tmp_path: Path, na
     assert f"--config: {name.replace('_', '-')} in a file has no effect" in completed.stderr
 
 
-def test_spares_have_to_be_a_number() -> None:
-    completed = complete(SPARES="one")
+@pytest.mark.parametrize("name", ["SPARES", "SPARE_NODES", "RESTARTS"])
+def test_numbers_in_variables_are_checked(name: str) -> None:
+    completed = complete(**{name: "one"})
     assert (completed.returncode, completed.stdout) == (2, "")
-    assert "SPARES: expected a number, got 'one'" in completed.stderr
+    assert f"{name}: expected a number, got 'one'" in completed.stderr
