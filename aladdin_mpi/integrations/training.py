@@ -356,19 +356,14 @@ class TrainingLoader:
             self._refuse(run)
         if self._epoch is None or int(self._epoch) > number:
             return
-        batch, self._unused = self._unused, _NOTHING
         is_first = True
         try:
-            while self._epoch is not None:
-                if batch is _NOTHING:
-                    batch = next(self._epoch, _NOTHING)
-                if batch is _NOTHING:
-                    break
+            for batch in self._batches():
                 kept = _copied(batch) if is_first else None
                 self._training.begin_batch()
                 yield batch
                 self._training.end_batch()
-                batch, is_first = _NOTHING, False
+                is_first = False
         except GeneratorExit:  # the epoch was left
             if is_first and not self._training.is_computed:
                 self._unused, self._requested = kept, number
@@ -379,6 +374,14 @@ class TrainingLoader:
                 self._error = error
             raise
         self._advance()
+
+    def _batches(self) -> Iterator[Any]:
+        """Yield the unused batch, if any, and the remaining ones of the epoch."""
+        if self._unused is not _NOTHING:
+            batch, self._unused = self._unused, _NOTHING
+            yield batch
+        while self._epoch is not None and (batch := next(self._epoch, _NOTHING)) is not _NOTHING:
+            yield batch
 
     def _advance(self) -> None:
         """End the epoch; the last one stays open for figures of the script."""
