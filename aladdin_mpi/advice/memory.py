@@ -46,7 +46,7 @@ def least_models(candidate: Candidate, node: int) -> float:
 
 
 def _of_member(models: tuple[float, float], candidate: Candidate, node: int) -> tuple[float, float]:
-    """Return the memory of a member of an island, if any, where a single worker has ``models``."""
+    """Return a worker's memory: ``models``, or less as a member of an island."""
     device, pinned = models
     return (2 + device / node, 3 + pinned / node) if candidate.has_islands else models
 

@@ -31,7 +31,7 @@ class Ending:
         was_closed: the run ended before its loop did.
         is_concluding: the algorithm has ended on this rank, and the run is being completed.
         batches: of the user's loop.
-        end_loop: ends a loop that an integration keeps open for the script; None: there is none.
+        end_loop: ends a loop that an integration keeps open for the script; else None.
     """
 
     _open: ClassVar[Ending | None] = None
