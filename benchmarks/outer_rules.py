@@ -149,13 +149,16 @@ def rules(wires: Sequence[str] = WIRES) -> dict[str, Rule]:
     blends = _axis("blend", "--diloco-blend", (0.5, 0), ordered=False)
     exchanges = _axis(ROUNDS, "--async-diloco-steps", STEPS)
     of_servers = _axis(WIRE, "--wire", [w for w in wires if w != "int2"] or ["int4"], ordered=False)
+    averaging = replace(_outer("--diloco"), choices=_outer("--diloco").choices[:1])
+    # As `diloco` it learns the same, bit for bit, and shares its runs; only evaluations within a
+    # round differ, which are of the last averages, not of a worker's own model.
     ranks = _axis("rank", "--powersgd-rank", RANKS)
     known = (
         Rule(REFERENCE, "ar-sgd"),
         Rule("ar-sgd, int4", "ar-sgd", fixed={"--wire": "int4"}),
         Rule("ar-sgd, powersgd", "ar-sgd", (ranks,), {"--compression": "powersgd"}),
         Rule("aladdin-ahead", "aladdin-ahead"),
-        Rule("local-sgd", "local-sgd", (_axis(ROUNDS, "--local-sgd-steps", STEPS), wire)),
+        Rule("local-sgd", "diloco", (steps, wire, averaging)),
         Rule("diloco", "diloco", (steps, wire, _outer("--diloco"))),
         Rule(STREAMING, "diloco", (divisible, wire, streams, blends, _outer("--diloco"))),
         Rule("async-diloco", "async-diloco", (exchanges, of_servers, _outer("--async-diloco"))),
