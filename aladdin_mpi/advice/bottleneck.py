@@ -78,7 +78,7 @@ def _links(links: Sequence[LinkUse], candidate: Candidate, options: Any) -> Bott
     names = "all hosts" if are_all else _names(hosts)
     subject = f"the links of {names} are" if len(hosts) > 1 else f"the link of {names} is"
     text = f"{subject} saturated {way} (busy {percent(most)} of the time)"
-    if candidate.servers and hosts == [0] and not are_all:
+    if candidate.servers and not candidate.spread and hosts == [0] and not are_all:
         text += ", as all servers are there"
     relief: dict[str, Any] = {"cluster.bandwidth_gbit": 2 * cluster.bandwidth_gbit}
     if cluster.links or not are_all:

@@ -262,6 +262,8 @@ def test_bottleneck_names_saturated_links_and_doubles_them() -> None:
     served = timed(0.4, LinkUse(0, "in", 0.95))
     result = bottleneck.find(Candidate("asp", 2, False), served, FOUR, simulated())
     assert re.search(r"\blink of host 0\b.*\binbound\b.*\bservers\b", result.text)
+    result = bottleneck.find(Candidate("asp", 2, True), served, FOUR, simulated())
+    assert "servers" not in result.text
 
 
 def test_bottleneck_names_slowest_worker_waiting_or_computing() -> None:
