@@ -161,6 +161,15 @@ def test_error_in_the_script_ends_the_comparison(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_interrupt_before_the_first_run_is_reported_in_one_line(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import os, time; os.kill(os.getppid(), 2); time.sleep(0.5)")
+    outcome = run([str(script), "--out", str(tmp_path / "out")], check=False)
+    assert outcome.returncode == 130
+    line = "aladdin_mpi: stopped by SIGINT; rerun the same command to resume"
+    assert outcome.stderr.splitlines() == [line]
+
+
 # -- over MPI -------------------------------------------------------------------------------------
 MPI = ("--engine", "mpi", "--baseline-steps", "4")
 
