@@ -128,22 +128,27 @@ class _Parser:
         count, kind, numbers, times, percent = match.groups()
         factor = float(times) if times else 1 + float(percent) / 100
         name = "node_slowdown" if re.match(HOST, kind, re.IGNORECASE) else "slowdown"
-        factors = self._settings.setdefault(name, {})
-        for number in self._numbered(numbers, count, factors):
-            factors[number] = factor
+        self._set_each(name, self._numbered(numbers, count, name), factor, match)
 
     def _link(self, match: Match) -> None:
         count, numbers, *rate = match.groups()
-        links = self._settings.setdefault("links", {})
-        for number in self._numbered(numbers, count, links):
-            links[number] = _gbit(rate)
+        self._set_each("links", self._numbered(numbers, count, "links"), _gbit(rate), match)
 
-    def _numbered(
-        self, numbers: str | None, count: str | None, taken: dict[int, float]
-    ) -> list[int]:
-        """Return the listed numbers, or ``count`` numbers that are not in use."""
+    def _set_each(self, name: str, numbers: list[int], value: float, match: Match) -> None:
+        values = self._settings.setdefault(name, {})
+        for number in numbers:
+            if number in values:
+                raise UserError(
+                    f"--describe: {_phrase(match)!r} and an earlier phrase set the same property "
+                    f"of number {number}. Leave one out, or name another number."
+                )
+            values[number] = value
+
+    def _numbered(self, numbers: str | None, count: str | None, name: str) -> list[int]:
+        """Return the listed numbers, or ``count`` numbers without the property ``name``."""
         if numbers:
             return [int(number) for number in re.findall(r"\d+", numbers)]
+        taken = self._settings.get(name, {})
         free = (number for number in range(10**9) if number not in taken)
         return [next(free) for _ in range(_count(count or "one"))]
 
@@ -183,7 +188,7 @@ class _Parser:
         self._set("nodes", _count(match[1]), match)
 
     def _set(self, name: str, value: float, match: Match) -> None:
-        phrase = " ".join(match[0].replace(TAKEN, " ").split())
+        phrase = _phrase(match)
         if name in self._phrases:
             raise UserError(
                 f"--describe: {self._phrases[name]!r} and {phrase!r} cannot be combined. Leave one "
@@ -225,6 +230,10 @@ def _refuse(part: str) -> NoReturn:
         f"--describe: expected numbers of hosts and workers, rates and times, got {part!r}; "
         f"write for example {examples}"
     )
+
+
+def _phrase(match: Match) -> str:
+    return " ".join(match[0].replace(TAKEN, " ").split())
 
 
 def _count(word: str) -> int:

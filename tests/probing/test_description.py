@@ -135,6 +135,8 @@ def test_unknown_description_part_is_named_with_examples(text: str, part: str) -
     ("argv", "cause"),
     [
         (["--describe", "2 nodes, 3 hosts"], "--describe: .*'2 nodes'.*'3 hosts'"),
+        (["--describe", "one node 3x slower, node 0 2x slower"], "--describe: 'node 0 2x .* 0"),
+        (["--describe", "node 1 at 1 Gb/s, node 1 at 2 Gb/s"], "--describe: 'node 1 at 2 .* 1"),
         (["--describe", "2 nodes, 18 ms"], "--describe: .*step 18 ms.*latency 18 ms"),
         (["--describe", "3 nodes, 64 workers in total"], "--describe: .* 3 hosts.*'64 workers"),
         (["--describe", "25 Gbit/s"], "--nodes: "),
