@@ -274,7 +274,8 @@ def relief(
     """Return the speedup with the bottleneck removed: predicted, and measured over MPI."""
     fields = found.relief
     predicted = race.try_out({"relieved": (entry.candidate, request_for(setup).on(fields))})
-    expected = predicted["relieved"] / entry.rate if "relieved" in predicted else None
+    rate = predicted["relieved"]
+    expected = None if isinstance(rate, str) else rate / entry.rate
     widened = replace(setup, slowdown=_slowdown(setup, fields))
     links = _links(setup, race.options(entry.candidate, 1).cluster, fields)
     return expected, kept.rate(widened, entry.candidate, links) / before

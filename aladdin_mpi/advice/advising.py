@@ -8,12 +8,18 @@ from dataclasses import replace
 from typing import Any
 
 from aladdin_mpi.advice import bottleneck, candidates, learning
-from aladdin_mpi.advice.candidate_search import SHORT, TOO_LARGE, CandidateResult, CandidateSearch
+from aladdin_mpi.advice.candidate_search import (
+    NO_TIME,
+    SHORT,
+    TOO_LARGE,
+    CandidateResult,
+    CandidateSearch,
+)
 from aladdin_mpi.advice.candidates import Candidate, ClusterTraits
 from aladdin_mpi.advice.learning import SampleEfficiency
 from aladdin_mpi.advice.memory import least_models
 from aladdin_mpi.advice.options import AdviceRequest, AdviseOptions, Change, grown
-from aladdin_mpi.advice.report import Advice, Scaling, as_data, as_text, draw
+from aladdin_mpi.advice.report import Advice, Scaling, Tried, as_data, as_text, draw
 from aladdin_mpi.comparison.figures import markdown, plain
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.process import console, extras, files
@@ -54,6 +60,11 @@ def advise(request: AdviceRequest) -> Advice:
             "(docs/your-script.md), or use GPUs with more memory."
         )
     if entries[0].timed is None:
+        for entry in entries:
+            if entry.why_not not in (TOO_LARGE, NO_TIME):
+                raise UserError(
+                    f"{entry.candidate.describe()} cannot be simulated: {entry.why_not}"
+                )
         raise UserError(
             f"--seconds {request.seconds(on.workers):g} is too short for one simulated run. "
             "Increase --seconds, or name fewer --algorithms."
@@ -139,7 +150,7 @@ def _sample_efficiency(
 
 def _try_changes(
     request: AdviceRequest, search: CandidateSearch, best: CandidateResult, on: ClusterTraits
-) -> tuple[bottleneck.Bottleneck, float | None, list[tuple[Change, float | None, str]]]:
+) -> tuple[bottleneck.Bottleneck, float | None, list[Tried]]:
     """Return the bottleneck, samples/s after removing it, and the effect of each change."""
     assert best.timed is not None
     base = search.options(best.candidate, 1)
@@ -149,9 +160,10 @@ def _try_changes(
     for change in request.changes:
         candidate, changed, notes[change.text] = _changed(change, best.candidate, request, base, on)
         trials[change.text] = candidate, changed
-    rates = search.try_out(trials, growth=best.growth) if trials else {}
-    tried = [(change, rates.get(change.text), notes[change.text]) for change in request.changes]
-    return limit, rates.get(RELIEF), tried
+    results = search.try_out(trials, growth=best.growth) if trials else {}
+    tried = [(change, results[change.text], notes[change.text]) for change in request.changes]
+    unblocked = results.get(RELIEF)
+    return limit, None if isinstance(unblocked, str) else unblocked, tried
 
 
 def _changed(
@@ -195,9 +207,10 @@ def _scaling(
         entry.candidate.describe(): [(on.workers, entry.rate * unit, on.ideal)]
         for entry in chosen.values()
     }
-    for name, rate in search.try_out(trials, SHORT).items():
+    for name, result in search.try_out(trials, SHORT).items():
         entry, workers, ideal = points[name]
-        scaling[entry.candidate.describe()].append((workers, rate * unit, ideal))
+        if not isinstance(result, str):
+            scaling[entry.candidate.describe()].append((workers, result * unit, ideal))
     return {name: sorted(each) for name, each in scaling.items()}
 
 

@@ -129,6 +129,8 @@ class CandidateResult:
 
 TimedFuture = Future["TimedRun | str"]
 Futures = dict[TimedFuture, CandidateResult]
+TrialResult = float | str
+"""Samples per second, or the reason why a trial has not been run."""
 
 
 class CandidateSearch:
@@ -367,8 +369,8 @@ class CandidateSearch:
         trials: Mapping[str, tuple[Candidate, AdviceRequest]],
         steps: int = LONG,
         growth: float | None = None,
-    ) -> dict[str, float]:
-        """Return samples per second on other clusters, by name, for trials that end in time.
+    ) -> dict[str, TrialResult]:
+        """Return the results of trials on other clusters, by name.
 
         Args:
             trials: candidates and clusters, by name.
@@ -376,7 +378,7 @@ class CandidateSearch:
             growth: see :class:`CandidateResult`.
         """
         self._end = self._after
-        rates: dict[str, float] = {}
+        results: dict[str, TrialResult] = {}
         with closing(Processes(self._request.jobs)) as pool:
             futures: Futures = {}
             names: dict[TimedFuture, str] = {}
@@ -394,5 +396,5 @@ class CandidateSearch:
                 futures[future], names[future] = entry, name
             for future, timed in self._results(futures):
                 grown = growth if growth and future in self._scale else 1.0
-                rates[names[future]] = timed.rate * grown
-        return rates
+                results[names[future]] = timed.rate * grown
+        return {name: results.get(name, futures[future].why_not) for future, name in names.items()}

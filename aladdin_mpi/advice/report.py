@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from aladdin_mpi.advice.bottleneck import Bottleneck, classify
-from aladdin_mpi.advice.candidate_search import NO_TIME, TIE, CandidateResult
+from aladdin_mpi.advice.candidate_search import NO_TIME, TIE, CandidateResult, TrialResult
 from aladdin_mpi.advice.candidates import REFERENCE, Candidate, ClusterTraits
 from aladdin_mpi.advice.learning import SampleEfficiency
 from aladdin_mpi.advice.memory import server_models, worker_models
@@ -140,8 +140,8 @@ GAIN = 1.05
 """Smallest factor of throughput that is reported as an improvement."""
 EFFICIENT = 0.8
 """Share of the ideal speedup at which an algorithm has its knee."""
-Tried = tuple[Change, float | None, str]
-"""A change, samples per second with it (None: no time), and a note on its side effects."""
+Tried = tuple[Change, TrialResult, str]
+"""A change, its result, and a note on its side effects."""
 Scaling = dict[str, list[tuple[int, float, float]]]
 """For each candidate, tuples of workers, speedup and ideal speedup."""
 
@@ -384,10 +384,13 @@ def _notes_on_efficiency(advice: Advice) -> Iterator[str]:
 
 def _changes(advice: Advice) -> list[str]:
     lines = ["Effect of each change on the recommended candidate:", ""]
-    for change, rate, note in advice.tried:
-        effect = "not simulated for lack of time; increase --seconds"
-        if rate is not None:
-            effect = f"{throughput(rate)} (factor {rate / advice.best.rate:.2f})"
+    for change, result, note in advice.tried:
+        if result == NO_TIME:
+            effect = "not simulated for lack of time; increase --seconds"
+        elif isinstance(result, str):
+            effect = f"cannot be simulated: {result}"
+        else:
+            effect = f"{throughput(result)} (factor {result / advice.best.rate:.2f})"
         lines.append(f"- {change.text}{f' ({note})' if note else ''}: {effect}")
     return ["\n".join(lines)] if advice.tried else []
 
@@ -443,8 +446,8 @@ def as_data(advice: Advice) -> dict[str, Any]:
             "relieved_samples_per_second": advice.unblocked,
         },
         "what_if": [
-            {"change": change.text, "samples_per_second": rate, "beside": note or None}
-            for change, rate, note in advice.tried
+            {"change": change.text, **_trial(result), "beside": note or None}
+            for change, result, note in advice.tried
         ],
         "bytes_per_day_on_busiest_link": bytes_per_day(advice),
         "worker_memory_in_models": worker_models(best, on.node),
@@ -452,6 +455,12 @@ def as_data(advice: Advice) -> dict[str, Any]:
         "scaling": advice.scaling,
         "candidates": [_entry(advice, entry) for entry in advice.entries],
     }
+
+
+def _trial(result: TrialResult) -> dict[str, Any]:
+    if isinstance(result, str):
+        return {"samples_per_second": None, "not_run": result}
+    return {"samples_per_second": result}
 
 
 def _entry(advice: Advice, entry: CandidateResult) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from aladdin_mpi.advice import (
     advising,
     bottleneck,
+    candidate_search,
     candidates,
     learning,
     memory,
@@ -308,6 +311,48 @@ def test_what_if_changes_are_parsed() -> None:
 def test_invalid_what_if_change_names_option_and_value(text: str, cause: str) -> None:
     with pytest.raises(UserError, match=f"--what-if.*{cause}"):
         options.parse_change(text, simulated())
+
+
+class InThisProcess:
+    """A pool that runs calls at once."""
+
+    def __init__(self, count: int) -> None:
+        pass
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(function(*arguments))
+        return future
+
+    def close(self) -> None:
+        pass
+
+
+def test_error_of_the_simulation_is_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(candidate_search, "Processes", InThisProcess)
+    model = ["--model", "size:4e-6", "--algorithms", "bsp", "--quiet"]
+    file = tmp_path / "cluster.toml"
+    file.write_text("hosts = 2\nworkers = 2\ncompute-time = 0.1\nfailures = {9 = 1.0}\n")
+    with pytest.raises(UserError, match=r"^bsp, .*cannot be simulated: failures: .* 0 to 2, got 9"):
+        advising.advise(options.read(["--cluster", str(file), *model]))
+    request = options.read(["--describe", "2 nodes, step 0.1 s", *model])
+    on = candidates.ground(request, 4e-6)
+    search = CandidateSearch(request, on, "size:4e-6", lambda _: SampleEfficiency(1.0), print)
+    one = Candidate("bsp", 1, False)
+    trials = {"servers=1": one, "servers=2": replace(one, servers=2)}
+    results = search.try_out({name: (each, request) for name, each in trials.items()}, steps=5)
+    tried = [(options.Change(name, {}), results[name], "") for name in trials]
+    entry = CandidateResult(one, 900.0, SampleEfficiency(1.0), short=timed(0.0))
+    none = bottleneck.Bottleneck("computing", "", {}, "")
+    advice = report.Advice(request, on, [entry], none, None, tried)
+    refusal = "--servers: expected at most 1 for a model of 1 parameters, got 2"
+    (text,) = report._changes(advice)
+    assert re.search(rf"servers=1: \d.* samples/s .*\n- servers=2: .*simulated: {refusal}", text)
+    first, second = report.as_data(advice)["what_if"]
+    assert first["samples_per_second"] > 0 and "not_run" not in first
+    assert second["samples_per_second"] is None and second["not_run"].startswith(refusal)
 
 
 # -- figures -----------------------------------------------------------------------------------
