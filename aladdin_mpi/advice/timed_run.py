@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -57,7 +58,13 @@ class Processes:
             self._free += 1
             if self._is_closed:
                 return
-            if (error := completed.exception()) is not None:
+            if isinstance(error := completed.exception(), BrokenProcessPool):
+                self._is_closed = True  # the executor has ended the other processes
+                error = UserError(
+                    "a process was killed during a simulation, possibly because memory ran out. "
+                    "Use fewer --jobs."
+                )
+            if error is not None:
                 future.set_exception(error)
             else:
                 future.set_result(completed.result())

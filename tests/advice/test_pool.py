@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
-from concurrent.futures import BrokenExecutor
 from contextlib import closing
 from typing import Any
 
 import pytest
 
 from aladdin_mpi.advice.timed_run import Processes
+from aladdin_mpi.errors import UserError
 
 
 @pytest.mark.long
@@ -43,9 +42,10 @@ def test_pool_runs_calls_after_a_cancelled_one() -> None:
 
 
 @pytest.mark.long
-def test_killed_pool_process_fails_its_call() -> None:
-    with closing(Processes(1)) as pool, pytest.raises(BrokenExecutor):
-        pid = pool.submit(os.getpid).result(timeout=60)
-        sleeping = pool.submit(time.sleep, 100)
-        os.kill(pid, signal.SIGKILL)
-        sleeping.result(timeout=60)
+def test_killed_pool_process_is_one_error(caplog: pytest.LogCaptureFixture) -> None:
+    with closing(Processes(1)) as pool:
+        killed = pool.submit(signal.raise_signal, signal.SIGKILL)
+        pool.submit(pow, 2, 2)
+        with pytest.raises(UserError, match=r"\bkilled\b.*--jobs"):
+            killed.result(timeout=60)
+    assert not caplog.records
