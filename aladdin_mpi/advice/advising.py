@@ -121,10 +121,10 @@ def _megabytes(request: AdviceRequest) -> float:
 
     from aladdin_mpi.data.datasets import describe_set
     from aladdin_mpi.data.models import build_model
-    from aladdin_mpi.run.trainer import SIZE_PREFIX, module_of_size
+    from aladdin_mpi.run.trainer import module_of_size
 
     options = request.options
-    if options.model.startswith(SIZE_PREFIX):
+    if options.is_size:
         module = module_of_size(options.model)
     else:
         data = describe_set(options.dataset, options.data_dir, False)

@@ -9,11 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options import reader
 from aladdin_mpi.options.fields import option
+from aladdin_mpi.options.general import SIZE_PREFIX
 from aladdin_mpi.options.run import SimulateOptions
 from aladdin_mpi.options.settings import Setting, Settings, build
 from aladdin_mpi.options.toml_file import parse_part, read_part
@@ -183,11 +184,26 @@ class AdviseOptions(BaseModel):
     data_dir: Path | None = _pilot(None, "folder of the dataset, if it requires one", unit="FOLDER")
     lr: float | None = _pilot(
         None,
-        "learning rate of one worker",
+        "learning rate of one worker, in the measurement and in the printed commands",
         unit="RATE",
         gt=0,
         default_text="that of aladdin_mpi.train",
     )
+
+    @property
+    def is_size(self) -> bool:
+        """Whether only the size of the model is known."""
+        return self.model.startswith(SIZE_PREFIX)
+
+    @model_validator(mode="after")
+    def _check_trainable(self) -> AdviseOptions:
+        for name in ("pilot", "lr"):
+            if self.is_size and getattr(self, name) is not None:
+                raise ValueError(
+                    f"--{name} requires a model that can be trained, not {self.model}. Name one "
+                    f"with --model, or leave --{name} out."
+                )
+        return self
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def sbatch(candidate: Candidate, on: ClusterTraits, options: AdviseOptions) -> s
 
 def remark(options: AdviseOptions) -> str:
     """Return an instruction to follow before running a command line; empty if none is needed."""
-    if _is_size(options):
+    if options.is_size:
         return (
             f"{options.model} has no gradients, so these runs only time the messages of {STEPS} "
             "steps; name your --model and --dataset to train."
@@ -63,18 +63,11 @@ def remark(options: AdviseOptions) -> str:
 
 def _words(candidate: Candidate, on: ClusterTraits, options: AdviseOptions) -> list[str]:
     batch = ["--batch-size", str(options.batch_size)]
-    if _is_size(options):
+    if options.is_size:
         timed = ["--compute", "timed", "--compute-time", f"{on.step:g}", "--steps", str(STEPS)]
         return [*candidate.words, "--model", options.model, *batch, *timed]
     rate = [] if options.lr is None else ["--lr", f"{options.lr:g}"]
     return [*candidate.words, "--model", options.model, *_data(options), *batch, *rate]
-
-
-def _is_size(options: AdviseOptions) -> bool:
-    # Imported here because torch takes a second.
-    from aladdin_mpi.run.trainer import SIZE_PREFIX
-
-    return options.model.startswith(SIZE_PREFIX)
 
 
 def _data(options: AdviseOptions) -> list[str]:

@@ -32,6 +32,8 @@ AUTO = "auto"
 """Value of ``--resume``: the run in ``--run-dir``, if it can be resumed."""
 OWN_DATA = "own"
 """The data set of a custom training loop."""
+SIZE_PREFIX = "size:"
+"""``--model size:MB`` names a model by the size of its parameters alone, for timed computing."""
 LENGTHS = ("epochs", "samples", "steps")
 """Alternative options for the length of a run."""
 DEFAULT_EPOCHS = 30.0

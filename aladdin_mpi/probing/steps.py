@@ -25,9 +25,10 @@ from aladdin_mpi.data.models import build_model
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.layout import Bucket, cut
 from aladdin_mpi.flat.replica import Replica
+from aladdin_mpi.options.general import SIZE_PREFIX
 from aladdin_mpi.probing.links import Flow, Length
 from aladdin_mpi.probing.options import ProbeOptions
-from aladdin_mpi.run.trainer import AUTOCAST, SIZE_PREFIX
+from aladdin_mpi.run.trainer import AUTOCAST
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.worker.gradient_pass import RealStep
 

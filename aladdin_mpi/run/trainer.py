@@ -21,6 +21,7 @@ from aladdin_mpi.errors import UserError
 from aladdin_mpi.hooks.checkpoints import CheckpointStore
 from aladdin_mpi.hooks.measurement import Measurement, Sums, reestimate_batch_norm
 from aladdin_mpi.options.algorithms import find_algorithm
+from aladdin_mpi.options.general import SIZE_PREFIX
 from aladdin_mpi.options.run import RunOptions, SimulateOptions, check_cluster, check_failures
 from aladdin_mpi.process.guard import no_exit, warn
 from aladdin_mpi.run.data_parallel import DataParallel
@@ -29,8 +30,6 @@ from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 
 EVALUATION_BATCH = 256
-SIZE_PREFIX = "size:"
-"""``--model size:MB`` names a model by the size of its parameters alone, for timed computing."""
 LARGEST_MODEL = 1e9
 """MB."""
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -492,6 +492,12 @@ def test_gpus_without_memory_for_any_candidate_are_refused() -> None:
         advising.advise(options.read([*NODES, *words]))
 
 
+@pytest.mark.parametrize("words", [["--pilot", "300"], ["--lr", "0.1"]])
+def test_options_of_training_require_a_trainable_model(words: list[str]) -> None:
+    with pytest.raises(UserError, match=rf"^{words[0]} requires .* not size:40\. .*--model"):
+        options.read([*NODES, *words])
+
+
 # -- candidates without a simulation -----------------------------------------------------------
 def test_faster_algorithms_without_time_are_named_with_the_recommendation() -> None:
     def entry(name: str, bound: float, timed: TimedRun | None, why_not: str) -> CandidateResult:
