@@ -209,6 +209,7 @@ def read_request(argv: Sequence[str] | None) -> ComparisonRequest:
     if arguments:
         given[("script_arguments",)] = Setting(tuple(arguments), "arguments of the script")
     options = build(CompareOptions, given)
+    _check_engine(options, given)
     if options.read:
         others = [s.origin for path, s in given.items() if path[0] not in READ_WITH]
         others += [SEPARATOR] if shared else []
@@ -237,6 +238,14 @@ def read_run_words(options: CompareOptions, words: Sequence[str]) -> Settings:
     """
     about = f"The options of each run of {PROG}."
     return reader.read(options.run_options, words, options.run_module, about)
+
+
+def _check_engine(options: CompareOptions, given: Settings) -> None:
+    """Refuse options that have no effect in simulation, except in a file, which may have all."""
+    typed = {setting.origin for setting in given.values()}
+    for flag in ("--mpirun", "--baseline-steps"):
+        if options.engine == "virtual" and flag in typed:
+            raise UserError(f"{flag} requires --engine mpi. Add it, or leave {flag} out.")
 
 
 def _check_sides(own: Sequence[str], shared: Sequence[str]) -> None:

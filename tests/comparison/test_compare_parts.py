@@ -229,6 +229,8 @@ def test_last_error_finds_error_line(text: str, line: str) -> None:
         ("--engine mpi -- --hosts 2", "--hosts: .*aladdin_mpi.train --help"),
         ("--engine mpi --jobs 2", "--jobs 2 .*--engine mpi"),
         ("--seeds 1 2 1", "--seeds: .*1,2,1"),
+        ("--mpirun mpirun-{ranks}", "--mpirun requires --engine mpi"),
+        ("--baseline-steps 3", "--baseline-steps requires --engine mpi"),
         ("--mpirun mpirun", r"--mpirun: .*\{ranks\}.*'mpirun'"),
         ("--engine mpi --mpirun nosuch-{ranks}", "--mpirun: .*nosuch-5"),
         ("--target-accuracy 90", "--target-accuracy: .* 1, .*'90'"),
