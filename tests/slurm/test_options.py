@@ -19,6 +19,14 @@ printf '%s\\n' "${OPTIONS[@]}"
 
 
 def complete(*words: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    return bash(["-c", COMPLETE, "bash", *words], variables)
+
+
+def run_script(name: str, *words: object) -> subprocess.CompletedProcess[str]:
+    return bash([ROOT / "slurm" / name, *words], {})
+
+
+def bash(words: list[object], variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
     env = {
         "PATH": os.environ["PATH"],
         "USER": "me",
@@ -27,7 +35,7 @@ def complete(*words: object, **variables: str) -> subprocess.CompletedProcess[st
         "ALADDIN_SLURM": str(ROOT / "slurm"),
         **variables,
     }
-    command = ["bash", "-c", COMPLETE, "bash", *map(str, words)]
+    command = ["bash", *map(str, words)]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -56,3 +64,10 @@ def test_numbers_in_variables_are_checked(name: str) -> None:
     completed = complete(**{name: "one"})
     assert (completed.returncode, completed.stdout) == (2, "")
     assert f"{name}: expected a number, got 'one'" in completed.stderr
+
+
+def test_lengths_of_scaling_runs_are_refused() -> None:
+    for option in ("--samples", "--epochs", "--steps"):
+        completed = run_script("scaling.sbatch", option, 100)
+        assert (completed.returncode, completed.stdout) == (2, "")
+        assert f"{option}: this script sets it for each run" in completed.stderr
