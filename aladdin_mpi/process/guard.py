@@ -260,8 +260,8 @@ def end_job(error: BaseException) -> None:
         console.say(f"aladdin_mpi: error: {error}{_and_then(AGAIN)}")
     elif (full := system_error(error)) and full.errno in DISK_FULL:
         console.say(
-            f"aladdin_mpi: error{where}: {full}. Free space there, then continue from the last "
-            "checkpoint with --resume"
+            f"aladdin_mpi: error{where}: {full}. Free space there"
+            f"{_and_then('continue from the last checkpoint with --resume')}"
         )
     else:
         _await_turn(rank, size)
