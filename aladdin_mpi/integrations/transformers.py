@@ -235,16 +235,21 @@ class TrainingLength:
 
     @classmethod
     def of(cls, loader: DataLoader[Any], args: TrainingArguments) -> TrainingLength:
-        """Return the length of a run over ``loader``, whose batches are steps of a worker."""
+        """Return the length of a run over ``loader``, whose batches are steps of a worker.
+
+        Raises:
+            UserError: the data have no length, but something is due at the ends of epochs.
+        """
         assert loader.batch_size is not None
         step = loader.batch_size * args.world_size
-        if isinstance(loader.dataset, IterableDataset):
-            epoch = (
-                len(loader) * loader.batch_size if _has_length(loader) else args.max_steps * step
-            )
-        else:
+        if not isinstance(loader.dataset, IterableDataset):
             epoch = len(loader.sampler)  # type: ignore[arg-type]
             epoch -= epoch % step if loader.drop_last else 0
+        elif _has_length(loader):
+            epoch = len(loader) * loader.batch_size
+        else:
+            _refuse_epochs(args)
+            epoch = args.max_steps * step
         epoch = max(1, epoch)  # DataParallel refuses data without samples
         if args.max_steps > 0:
             return cls(step, epoch, args.max_steps, args.max_steps * step / epoch)
@@ -256,10 +261,8 @@ class TrainingLength:
         return math.ceil(self.epochs) if step >= self.steps else step * self.step // self.epoch
 
 
-def _check_epochs(loader: DataLoader[Any], args: TrainingArguments) -> None:
-    """Refuse events at the ends of epochs if these are unknown."""
-    if not isinstance(loader.dataset, IterableDataset) or _has_length(loader):
-        return
+def _refuse_epochs(args: TrainingArguments) -> None:
+    """Refuse events at the ends of epochs, which are unknown."""
     for name in ("eval_strategy", "save_strategy", "logging_strategy"):
         if getattr(args, name) == "epoch":
             raise UserError(
@@ -397,7 +400,6 @@ class Trainer(transformers.Trainer):
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         loader = _by_steps(self.get_train_dataloader(), self.args.gradient_accumulation_steps)
-        _check_epochs(loader, self.args)
         self._length = length = TrainingLength.of(loader, self.args)
         self._ignored_keys = ignore_keys_for_eval
         run = self._start(loader)
