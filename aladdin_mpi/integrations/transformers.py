@@ -550,6 +550,7 @@ class Trainer(transformers.Trainer):
         self._rate = run.lr
         self.control = handler.on_pre_optimizer_step(args, self.state, self.control)
         # A checkpoint is written in run.step(): the resumed run continues with the lines after it.
+        self.store_flos()
         state = dict(vars(self.state))
         run.state[STATE] = {"state": state, "losses": self._losses, "rate": self._rate}
         run.step(loss)

@@ -95,6 +95,14 @@ def test_ar_sgd_trains_as_one_process_with_all_batches(exact: tuple[Path, Path],
 
 @needs("openmpi")
 @pytest.mark.slow
+def test_resumed_run_counts_the_operations_of_all_its_steps(exact: tuple[Path, Path]) -> None:
+    """These depend on the batches alone, which are the same in both cases."""
+    whole, resumed = (trained(exact[1], f"{name}-ar-sgd") for name in ("best", "resumed"))
+    assert resumed.figures["log"][-1]["total_flos"] == whole.figures["log"][-1]["total_flos"] > 0
+
+
+@needs("openmpi")
+@pytest.mark.slow
 def test_trainer_saves_models_for_from_pretrained(exact: tuple[Path, Path]) -> None:
     real, ours = (sorted(p.name for p in each.glob("best-ar-sgd/*")) for each in exact)
     assert ours == [*real, "run"]
