@@ -50,6 +50,10 @@ class Net(lightning.LightningModule):
     def on_train_batch_start(self, batch: Any, index: int) -> int | None:
         return -1 if self.kind == "skipped" and index == 2 else None
 
+    def on_train_epoch_end(self) -> None:
+        is_last = self.trainer.global_rank == self.trainer.world_size - 1
+        self.trainer.should_stop |= self.kind == "stopped" and is_last
+
     def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
         assert len(batch[0]) > 0 and outputs is not None
 
@@ -127,6 +131,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bfloat16": {"max_epochs": 3, "precision": "bf16-mixed"},
     "limited": {"max_epochs": 3, "limit_train_batches": 0.5},
     "skipped": {"max_epochs": 3},
+    "stopped": {"max_epochs": 3},
 }
 
 

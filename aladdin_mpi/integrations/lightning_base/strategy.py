@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 else:
     Base = object
 
-BATCH_END = "on_train_batch_end"
+BATCH_END, EPOCH_END = "on_train_batch_end", "on_advance_end"
 
 
 def _of_batches(
@@ -119,7 +119,7 @@ class RunStrategy(Base):
         self.is_distributed = False
         self._is_setting_up = False
         self._run: DataParallel | None = None
-        self._kept: tuple[Any, int] | None = None
+        self._kept: tuple[Any, int, int | None] | None = None
         self._metrics: list[tuple[Metric, Any]] = []
 
     # -- places ---------------------------------------------------------------------------------
@@ -237,26 +237,48 @@ class RunStrategy(Base):
         trainer, loader = self._trainer, self._loader
         loop = trainer.fit_loop
         assert loader is not None
-        self._is_setting_up = self._has_agreed = self._has_begun = self._ends_within_epoch = False
+        self._is_setting_up = self._ends_within_epoch = False
         self._last_step: int | None = None
         self._expected = -(-loop.max_batches // self.world_size)
         data = loader.loader
         if loop.max_batches < len(loader):
             data = first_batches(data, loop.max_batches)
         self._run = run = DataParallel(self.lightning_module, **self._arguments(trainer))
-        self._kept = trainer.gradient_clip_val, loop.max_steps
+        self._kept = trainer.gradient_clip_val, loop.max_steps, loop.min_steps
         trainer.gradient_clip_val, loop.epoch_loop.max_steps = None, -1
         self._epochs = epochs = RunEpochs(run, data, self._end_epoch)
         if epochs.number is None:
             loop.max_batches = 0  # ends the loop
             return
         self._exchange = WorkerExchange(run)
+        self._agree_at_ends_of_epochs()
         self._skip_hooks_of_empty_batches()
         self._replace_schedulers()
         self._begin_metrics()
         saved = run.state.get("lightning", {"steps": 0, "callbacks": {}, "schedulers": []})
         if epochs.number or saved["steps"]:
             adopt(trainer, {**saved, "epochs": epochs.number})
+
+    def _agree_at_ends_of_epochs(self) -> None:
+        """Let Lightning's loops end after the same epoch if it is to stop early on any worker.
+
+        A strategy has no hook after those of callbacks, which decide this.
+        """
+        trainer, loop = self._trainer, self._trainer.fit_loop
+        end_epoch = loop.on_advance_end
+
+        def end_and_agree() -> None:
+            end_epoch()
+            if self._is_running:
+                self._epochs.leave()  # if a hook has ended Lightning's epoch
+            if self._is_running and self._any(trainer.should_stop and loop._can_stop_early):
+                trainer.should_stop, loop.epoch_loop.min_steps = True, None
+
+        loop.__dict__[EPOCH_END] = end_and_agree
+
+    def _any(self, wants: bool) -> bool:
+        """Return whether any worker wants to stop after this epoch; they wait for each other."""
+        return bool(self._exchange.gather("end of an epoch", torch.tensor(wants)).any())
 
     def _skip_hooks_of_empty_batches(self) -> None:
         """Let hooks see no batch that is None, which only ends an epoch; see `RunEpochs`."""
@@ -315,20 +337,8 @@ class RunStrategy(Base):
 
     def _batches(self) -> Iterator[Any]:
         """Yield the batches of Lightning's next epoch."""
-        trainer, run = self._trainer, self.run
-        if self._is_running and self._has_begun:
-            self._epochs.leave()  # if on_train_batch_start() has ended Lightning's epoch
-            self._has_agreed = self._agrees_to_stop(False)
-            if self._has_agreed:
-                trainer.should_stop = True
-                return
-        self._has_begun = True
-        run.state["lightning"] = storable(progress_of(trainer))
+        self.run.state["lightning"] = storable(progress_of(self._trainer))
         yield from self._epochs.batches()
-
-    def _agrees_to_stop(self, wants: bool) -> bool:
-        """Return whether any worker stops after this epoch; they wait for each other."""
-        return bool(self._exchange.gather("end of an epoch", torch.tensor(wants)).any())
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Keep the epoch open: whether this batch is its last is known after the step."""
@@ -377,10 +387,6 @@ class RunStrategy(Base):
         """End the run, if Lightning's loop has ended before it, and share the results."""
         run = self.run
         if self._is_running:
-            self._epochs.leave()
-        if self._is_running:
-            if not self._has_agreed:
-                self._agrees_to_stop(True)
             run.__exit__(None, None, None)  # as after leaving the loop by break
         self._share_results()
 
@@ -408,10 +414,12 @@ class RunStrategy(Base):
         """Restore the Trainer's arguments and the module."""
         module, trainer = self.lightning_module, self._trainer
         if self._run is not None and self._kept is not None:
-            trainer.gradient_clip_val, trainer.fit_loop.epoch_loop.max_steps = self._kept
+            loop = trainer.fit_loop.epoch_loop
+            trainer.gradient_clip_val, loop.max_steps, loop.min_steps = self._kept
             self._kept = None
             self._end_metrics()
         module.__dict__.pop("log", None)
+        trainer.fit_loop.__dict__.pop(EPOCH_END, None)
         for each in (module, *trainer.callbacks):
             each.__dict__.pop(BATCH_END, None)
         self._is_setting_up = False
