@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
+from aladdin_mpi.errors import UserError
 from aladdin_mpi.integrations.lightning import AladdinStrategy
 
 SAMPLES, BATCH = 48, 12
@@ -152,6 +153,11 @@ def compare(algorithm: str) -> None:
         )
         losses = max(figures, default=0.0)  # an epoch that is left is not validated
         print(f"{kind}: {difference:.1e} of {moved:.1e}, {losses:.1e} {counts}", flush=True)
+    try:
+        strategy = AladdinStrategy(algorithm=algorithm, quiet=True)
+        fit(Net("adamw"), BATCH // 2, strategy, max_epochs=1, max_steps=5)
+    except UserError as error:
+        print(f"refused: {error}", flush=True)
 
 
 def train(algorithm: str) -> None:

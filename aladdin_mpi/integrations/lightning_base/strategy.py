@@ -317,8 +317,17 @@ class RunStrategy(Base):
             raise UserError(
                 "AladdinStrategy: Trainer(max_epochs=-1) has no end. Set max_epochs or max_steps."
             )
-        batches = steps * trainer.accumulate_grad_batches * self.world_size
-        if steps < 0 or 0 <= epochs * loop.max_batches <= batches:
+        of_worker = steps * trainer.accumulate_grad_batches
+        batches, in_epochs = of_worker * self.world_size, epochs * loop.max_batches
+        if steps < 0 or 0 <= in_epochs <= batches:
+            is_by_step = any(config.interval == "step" for config in self.lr_scheduler_configs)
+            if is_by_step and 0 <= of_worker < in_epochs:
+                raise UserError(
+                    f"AladdinStrategy: Trainer(max_steps={steps}) cannot be combined with "
+                    f"max_epochs={epochs} and a scheduler with interval='step': {self.world_size} "
+                    "workers reach max_epochs first, but the scheduler would end after max_steps "
+                    "of any worker. Leave max_steps out."
+                )
             return {"epochs": epochs}
         self._last_step, self._ends_within_epoch = steps, batches % loop.max_batches != 0
         return {"steps": steps}
