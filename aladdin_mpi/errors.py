@@ -71,6 +71,14 @@ class SuspendedError(SystemExit):
         super().__init__(SUSPENDED_STATUS)
 
 
+class ServedError(StopIteration):
+    """The run that this server served is over, and its loop over the data has no more batches.
+
+    A ``for`` loop ends, and the script continues. If ``next()`` raises it, the process ends with
+    status 0, as the script expects a batch.
+    """
+
+
 class TransportError(RuntimeError):
     """Communication failed, and the program cannot recover."""
 

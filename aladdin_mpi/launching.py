@@ -27,6 +27,7 @@ from aladdin_mpi.errors import (
     LaunchError,
     PeerFailedError,
     RefusedError,
+    ServedError,
     UserError,
 )
 from aladdin_mpi.process import guard
@@ -199,7 +200,8 @@ def _call(folder: Path, first_worker: int) -> int:
         if rank == first_worker:
             write_whole(folder / RESULT, pickle.dumps(result))
     except BaseException as error:
-        if not (isinstance(error, SystemExit) and error.code in (0, None, SUSPENDED_STATUS)):
+        is_exit = isinstance(error, SystemExit) and error.code in (0, None, SUSPENDED_STATUS)
+        if not (is_exit or isinstance(error, ServedError)):
             _report(folder, rank, error)
             if not _uses_mpi():
                 # Starting MPI to end the job would wait for the other ranks.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, IterableDataset
 
-from aladdin_mpi.errors import UserError
+from aladdin_mpi.errors import ServedError, UserError
 from aladdin_mpi.flat.gradients import Hooks
 from aladdin_mpi.integrations.saved_states import SavedStates
 from aladdin_mpi.options.run import RunOptions
@@ -336,7 +336,11 @@ class TrainingLoader:
         whole, rest = divmod(len(self.loader), self._training.job.workers)
         return whole + bool(rest and not self.loader.drop_last)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> EpochBatches:
+        """Return an iterator over the batches of the next epoch."""
+        return EpochBatches(self._epoch_batches(), self._training)
+
+    def _epoch_batches(self) -> Iterator[Any]:
         """Yield the batches of the next epoch; none for epochs completed before a resume.
 
         A first batch that the script only looks at, as with ``next(iter(loader))``, is yielded
@@ -402,6 +406,20 @@ class TrainingLoader:
         """Leave the run's epochs."""
         self._epoch = None
         self._epochs = iter(())
+
+
+class EpochBatches(Iterator[Any]):
+    """The batches of an epoch, whose end a server can tell from a missing batch."""
+
+    def __init__(self, batches: Iterator[Any], training: Training) -> None:
+        self._batches = batches
+        self._training = training
+
+    def __next__(self) -> Any:
+        batch = next(self._batches, _NOTHING)
+        if batch is not _NOTHING:
+            return batch
+        raise ServedError if self._training.run.is_server else StopIteration
 
 
 class EvaluationLoader:

@@ -24,6 +24,7 @@ from aladdin_mpi.errors import (
     LostError,
     PeerFailedError,
     RefusedError,
+    ServedError,
     SuspendedError,
     UserError,
     system_error,
@@ -229,8 +230,8 @@ def end_job(error: BaseException) -> None:
             leave(0)
         if isinstance(error.code, str):
             console.say(error.code)
-    elif isinstance(error, RefusedError):
-        leave(0)  # the rank that reports the reason determines the status
+    elif isinstance(error, (RefusedError, ServedError)):
+        leave(0)  # another rank reports the reason and determines the status, or all is done
     elif isinstance(error, ExcludedError):
         console.say(f"aladdin_mpi: {error}")
         if isinstance(error, CutOffError):

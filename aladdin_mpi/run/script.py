@@ -10,13 +10,14 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from aladdin_mpi.errors import SuspendedError, UserError
+from aladdin_mpi.errors import ServedError, SuspendedError, UserError
 from aladdin_mpi.options.algorithms import find_algorithm
 from aladdin_mpi.options.run import SimulateOptions, check_cluster, check_failures
 from aladdin_mpi.options.settings import Settings
@@ -115,7 +116,8 @@ def simulate_script(script: Path, arguments: Sequence[str], typed: Settings) -> 
         simulated = SimulatedRank(typed, transport)
         _rank.set(simulated)
         try:
-            main()
+            with suppress(ServedError):
+                main()
             for run in tuple(simulated.unended):
                 run.finish_with_script()
         except SuspendedError:

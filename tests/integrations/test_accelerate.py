@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from aladdin_mpi import Accelerator
-from aladdin_mpi.errors import SUSPENDED_STATUS, ClosedError, UserError
+from aladdin_mpi.errors import SUSPENDED_STATUS, ClosedError, ServedError, UserError
 from aladdin_mpi.integrations import accelerate as replacement
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 from tests.commands import metrics, simulate, summary
@@ -297,6 +297,10 @@ def test_order_of_preparing_and_form_of_loop_do_not_matter(
 def test_batch_that_a_script_looks_at_is_trained_on(tmp_path: Path) -> None:
     def looking(accelerator: Any) -> torch.Tensor:
         model, optimizer, loader = accelerator.prepare(*parts())
+        if accelerator.process_index == 2:  # a server, whose process ends with the run
+            with pytest.raises(ServedError):
+                next(iter(loader))
+            return values(model)
         assert len(next(iter(loader))[1]) == 4
         next(iter(loader)).clear()
         for _ in range(EPOCHS):
@@ -306,6 +310,8 @@ def test_batch_that_a_script_looks_at_is_trained_on(tmp_path: Path) -> None:
     expected = simulated(tmp_path, "ar-sgd", 2, together)
     for mine in simulated(tmp_path, "ar-sgd", 2, looking):
         assert torch.equal(mine, expected[0])
+    first, *others = simulated(tmp_path, "bsp", 3, looking)
+    assert all(torch.equal(each, first) for each in others)
 
 
 def test_class_inside_a_library_can_be_replaced(
