@@ -24,7 +24,7 @@ def test_ar_sgd_equals_lightning_with_larger_batches(tmp_path: Path) -> None:
     """Weights, validation losses, epochs and steps; every rank has them."""
     completed = run_program(TRAINING, 2, "compare", "ar-sgd", cwd=tmp_path, timeout=200)
     lines = re.findall(r"^(\w+): (\S+) of (\S+), (\S+) (\w+)$", completed.stdout, re.M)
-    assert len(lines) == 2 * 7, completed
+    assert len(lines) == 2 * 8, completed
     assert len(re.findall(r"^refused: .* Leave max_steps out", completed.stdout, re.M)) == 2
     for kind, difference, moved, of_losses, has_same_counts in lines:
         tolerance = 1e-2 if kind == "bfloat16" else 1e-5

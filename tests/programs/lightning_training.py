@@ -133,6 +133,7 @@ CASES: dict[str, dict[str, Any]] = {
     "limited": {"max_epochs": 3, "limit_train_batches": 0.5},
     "skipped": {"max_epochs": 3},
     "stopped": {"max_epochs": 3},
+    "partial": {"max_epochs": 1, "accumulate_grad_batches": 3},
 }
 
 

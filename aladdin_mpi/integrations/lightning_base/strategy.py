@@ -34,6 +34,8 @@ else:
     Base = object
 
 BATCH_END, EPOCH_END = "on_train_batch_end", "on_advance_end"
+ACCUMULATES = "_should_accumulate"
+"""Private method of Lightning's loop, which counts batches; the run's last step may have fewer."""
 
 
 def _of_batches(
@@ -237,7 +239,7 @@ class RunStrategy(Base):
         trainer, loader = self._trainer, self._loader
         loop = trainer.fit_loop
         assert loader is not None
-        self._is_setting_up = self._ends_within_epoch = False
+        self._is_setting_up = self._ends_within_epoch = self._completes_step = False
         self._last_step: int | None = None
         self._expected = -(-loop.max_batches // self.world_size)
         data = loader.loader
@@ -252,6 +254,7 @@ class RunStrategy(Base):
             return
         self._exchange = WorkerExchange(run)
         self._agree_at_ends_of_epochs()
+        loop.epoch_loop.__dict__[ACCUMULATES] = lambda: not self._completes_step
         self._skip_hooks_of_empty_batches()
         self._replace_schedulers()
         self._begin_metrics()
@@ -351,6 +354,7 @@ class RunStrategy(Base):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Keep the epoch open: whether this batch is its last is known after the step."""
+        self._completes_step = self.run.completes_step
         loop = self._trainer.fit_loop
         # The fetcher, which is private, stops at the loader's length; a fast worker gets more.
         loop._data_fetcher.done = False
@@ -377,7 +381,7 @@ class RunStrategy(Base):
         """Compute a batch's gradient, hand it to the run, and fetch the next batch."""
         run = self.run
         step = RunStep(optimizer, run)
-        if run.completes_step:
+        if self._completes_step:
             run.state["lightning"]["steps"] = self._trainer.global_step + 1
             output = self.precision_plugin.optimizer_step(
                 step, model=model or self.lightning_module, closure=closure, **how
@@ -429,6 +433,7 @@ class RunStrategy(Base):
             self._end_metrics()
         module.__dict__.pop("log", None)
         trainer.fit_loop.__dict__.pop(EPOCH_END, None)
+        trainer.fit_loop.epoch_loop.__dict__.pop(ACCUMULATES, None)
         for each in (module, *trainer.callbacks):
             each.__dict__.pop(BATCH_END, None)
         self._is_setting_up = False
