@@ -336,6 +336,9 @@ class TrainingLoader:
         whole, rest = divmod(len(self.loader), self._training.job.workers)
         return whole + bool(rest and not self.loader.drop_last)
 
+    def set_epoch(self, epoch: int) -> None:
+        """Do nothing: the run calls ``set_epoch()`` of the data set and of the samplers."""
+
     def __iter__(self) -> EpochBatches:
         """Return an iterator over the batches of the next epoch."""
         return EpochBatches(self._epoch_batches(), self._training)

@@ -215,7 +215,8 @@ def apart(accelerator: Any) -> torch.Tensor:
     model = accelerator.prepare(model)
     assert accelerator.prepare(model, optimizer, loader) == (model, optimizer, loader)
     assert isinstance(frozen, nn.Linear)
-    for _ in range(EPOCHS):
+    for epoch in range(EPOCHS):
+        loader.set_epoch(epoch)
         loop(accelerator, model, optimizer, loader)
     return torch.cat([each.reshape(-1) for each in model.state_dict().values()])
 
