@@ -69,20 +69,27 @@ def broadcast_tensor(transport: Transport, values: Tensor, root: int) -> None:
     )
 
 
-def allreduce_tensor(transport: Transport, values: Tensor) -> None:
-    """Replace ``values`` by their sum over all surviving ranks."""
+def allreduce_tensors(transport: Transport, *tensors: Tensor) -> None:
+    """Replace each of ``tensors`` by its sum over all surviving ranks, the same ones for all."""
     if transport.has_collectives and not transport.survives:
-        transport.wait(transport.iallreduce(values))
+        for values in tensors:
+            transport.wait(transport.iallreduce(values))
         return
     if transport.rank:
-        transport.wait(transport.isend(values, 0, Tag.SETUP))
+        for values in tensors:
+            transport.wait(transport.isend(values, 0, Tag.SETUP))
     else:
         for source in surviving_ranks(transport)[1:]:
-            other = torch.empty_like(values)  # an excluded rank may still write into it
+            others = [
+                torch.empty_like(each) for each in tensors
+            ]  # excluded ranks may still write into it
             with suppress(PeerFailedError):
-                transport.wait(transport.irecv(other, source, Tag.SETUP))
-                values.add_(other)
-    broadcast_tensor(transport, values, 0)
+                for other in others:
+                    transport.wait(transport.irecv(other, source, Tag.SETUP))
+                for values, other in zip(tensors, others, strict=True):
+                    values.add_(other)
+    for values in tensors:
+        broadcast_tensor(transport, values, 0)
 
 
 def _pass_on(transport: Transport, values: Tensor, source: int, dests: list[int]) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from aladdin_mpi.control.exchange import allreduce_tensor
+from aladdin_mpi.control.exchange import allreduce_tensors
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.flat.layout import Bucket, Layout
 from aladdin_mpi.session.context import Context
@@ -216,13 +216,13 @@ class ModelVariance:
             values[:-1] = self._values()
             values[-1] = 1.0
         mine = values.clone()
-        allreduce_tensor(self._transport, values)
+        allreduce_tensors(self._transport, values)
         mean = values[:-1] / values[-1]
         squares = torch.zeros(2, dtype=torch.float64)
         if is_worker:
             squares[0] = self._weight @ (mine[:-1] - mean) ** 2
             squares[1] = 1.0
-        allreduce_tensor(self._transport, squares)
+        allreduce_tensors(self._transport, squares)
         return _ratio(squares[0].item() / squares[1].item(), (self._weight @ mean**2).item())
 
 

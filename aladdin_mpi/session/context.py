@@ -15,7 +15,7 @@ import aladdin_mpi
 from aladdin_mpi.algorithms.registry import implementation
 from aladdin_mpi.control.exchange import (
     all_or_none,
-    allreduce_tensor,
+    allreduce_tensors,
     broadcast,
     broadcast_tensor,
     gather,
@@ -489,8 +489,7 @@ def collect_model(context: Context, role: Role, without: Sequence[int] = ()) -> 
         else:  # the weighted mean
             total = torch.tensor([weight], dtype=torch.float64)
             mine.mul_(total.item())
-            allreduce_tensor(transport, total)
-            allreduce_tensor(transport, mine)
+            allreduce_tensors(transport, total, mine)
             mine.div_(total.item())
     device = replica.parameters.device
     context.projections.apply(vector, device)  # the mean of projected models may not satisfy them

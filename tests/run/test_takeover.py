@@ -22,9 +22,12 @@ from aladdin_mpi.control.exchange import barrier
 from aladdin_mpi.errors import LostError, PeerFailedError, RefusedError
 from aladdin_mpi.options.algorithms import ALGORITHMS, find_algorithm
 from aladdin_mpi.options.cluster import Cluster
+from aladdin_mpi.run import rank
+from aladdin_mpi.session.context import Context, collect_model
 from aladdin_mpi.session.session import Session
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
+from aladdin_mpi.worker.role import Role
 
 SCHEDULES = int(os.environ.get("ALADDIN_MPI_SCHEDULES", "20"))
 BATCH = 4
@@ -140,7 +143,6 @@ def train(transport: Transport, plan: Schedule, folder: Path, outcome: Outcome) 
         algorithm=plan.algorithm,
         samples=plan.samples,
         batch_size=BATCH,
-        lr=0.02,
         seed=plan.seed,
         servers=max(1, plan.servers),
         spares=plan.spares,
@@ -148,7 +150,7 @@ def train(transport: Transport, plan: Schedule, folder: Path, outcome: Outcome) 
         bucket_mb=8e-6,
         run_dir=folder,
         quiet=True,
-        **plan.settings,
+        **{"lr": 0.02, **plan.settings},
     )
     for epoch in run.epochs(Points()):
         for x, y in epoch:
@@ -274,6 +276,26 @@ def test_failure_before_the_first_segment_of_a_group_repeats_no_samples(
     check(plan, outcome)
     (figures,) = filter(None, outcome.summaries.values())
     assert 100 < figures["gradients_computed"] * BATCH <= 192
+
+
+def test_failure_while_models_are_averaged_keeps_the_scale_of_the_mean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failed worker's weight counts only with its model."""
+    entered: list[float] = []
+
+    def noted(context: Context, role: Role) -> Tensor | None:
+        entered.append(context.transport.now())
+        return collect_model(context, role)
+
+    monkeypatch.setattr(rank, "collect_model", noted)
+    settings = {"checkpoint_every": "never", "eval_every": 0.0, "lr": 1e-12}
+    plan = Schedule("gosgd", 3, 0, 0, 12, {2: 1e6}, settings, 1, 4, False)
+    expected = play(plan, tmp_path / "no failure").models[0]
+    plan.failures[2] = max(entered) + 0.002
+    outcome = play(plan, tmp_path / "a failure")
+    check(plan, outcome)
+    torch.testing.assert_close(outcome.models[0], expected)
 
 
 class Growing(nn.Linear):
