@@ -59,7 +59,7 @@ def bind_to_near(
     mine = transport.rank, transport.host, as_cpulist(near(bus_address(device), bus)), allowed
     places = [
         RankPlace(rank, host, cpulist(near_cores), cpulist(cores))
-        for rank, host, near_cores, cores in gather(transport, mine)
+        for rank, host, near_cores, cores in filter(None, gather(transport, mine))
     ]
     shares = {
         str(rank): (as_cpulist(share.cores), share.place, share.parts)
@@ -184,7 +184,7 @@ def print_placement(
     was_chosen: bool = True,
     spares: int = 0,
 ) -> None:
-    """Print every rank's placement at rank 0; warn of shared or idle GPUs and of distant cores.
+    """Print each surviving rank's place at rank 0; warn of shared or idle GPUs and distant cores.
 
     All ranks call it. A simulation has one process and can only warn of idle GPUs.
 
@@ -204,7 +204,7 @@ def print_placement(
     mine = place(transport.rank, device, servers, was_chosen)
     if transport.rank >= transport.size - spares:
         mine["role"] = "spare"
-    facts = gather(transport, mine)
+    facts = list(filter(None, gather(transport, mine)))
     if facts and not quiet:
         lines = by_rank(facts) if len(facts) <= LONG else by_host(facts)
         console.say("\n".join(lines), sys.stdout)

@@ -12,6 +12,7 @@ import torch
 from aladdin_mpi.run import placement
 from aladdin_mpi.run.job import Job
 from aladdin_mpi.run.placement import (
+    bind_to_near,
     by_host,
     by_rank,
     far_cores,
@@ -20,6 +21,7 @@ from aladdin_mpi.run.placement import (
     print_placement,
     shared_gpus,
 )
+from aladdin_mpi.transport.virtual.engine import VirtualTransport
 from tests.commands import train
 from tests.virtual_lab import lab, run
 
@@ -131,3 +133,17 @@ def test_servers_are_numbered_after_the_workers() -> None:
     assert [job.index_on_host for job in jobs] == [1, 2, 0, 0, 1]
     assert [job.is_first for job in jobs] == [False, False, True, False, False]
     assert Job(0, [0, 1], 1, shares_process=False, wait=int).index_on_host == 1
+
+
+def test_ranks_that_have_failed_have_no_place(capsys: pytest.CaptureFixture[str]) -> None:
+    """The others start, or end with an error about the failure."""
+    cpu = torch.device("cpu")
+
+    def main(transport: VirtualTransport) -> None:
+        transport.shares_process = False
+        transport.sleep(1.0)
+        bind_to_near(transport, cpu)
+        print_placement(transport, cpu, servers=0)
+
+    run(3, main, lab(3, failures={1: 0.5}))
+    assert [line[:6] for line in capsys.readouterr().out.splitlines()] == ["rank 0", "rank 2"]
