@@ -69,6 +69,7 @@ from aladdin_mpi.session.user_optimizer import OptimizerInput, resolve, settings
 from aladdin_mpi.transport.base import Transport, once
 from aladdin_mpi.transport.checksums import ChecksumTransport
 from aladdin_mpi.worker.role import TrainingWorker
+from aladdin_mpi.worker.worker import Worker
 
 
 def _with_numbers(evaluate: Evaluate | None) -> Evaluate | None:
@@ -497,6 +498,7 @@ class DataParallel:
             if self.algorithm.has_servers and transport.rank < options.servers:
                 self._serve_on_cpu()
         self.transport = transport
+        hooks = [*hooks, self._ending]
         return assemble(transport, options, self.algorithm, self.module, task, takeover, hooks)
 
     def _serve_on_cpu(self) -> None:
@@ -803,7 +805,8 @@ class DataParallel:
 
         The loops finish the samples that have been granted, and then end by themselves.
         """
-        self._ready().worker.stop()
+        self._ready()
+        self._ending.request_end(Worker.stop)
 
     def _check_together(self, name: str) -> None:
         """Prepare for a method that the workers call together.

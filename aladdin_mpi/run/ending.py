@@ -17,11 +17,15 @@ from aladdin_mpi.run.elastic_runner import ElasticRunner
 from aladdin_mpi.run.loop import Loop
 from aladdin_mpi.run.rank import Rank
 from aladdin_mpi.run.script import SimulatedRank
+from aladdin_mpi.session.coordinator import RunHook
 from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.worker.worker import Worker
 
 
-class Ending:
+class Ending(RunHook):
     """The end of a run, which releases what it holds in its process and in the user's model.
+
+    As a hook of this rank in each group, it repeats the worker's request to end the run.
 
     Args:
         error_wording: a context that words errors for the user.
@@ -50,6 +54,8 @@ class Ending:
         self._runner: ElasticRunner | None = None
         self._is_left = False
         self._hooks = Hooks()
+        self._request: Callable[[Worker], None] | None = None
+        """By which this worker has requested the end of the run."""
 
     # -- from the start ---------------------------------------------------------------------
     def simulate(self, rank: SimulatedRank) -> None:
@@ -99,6 +105,17 @@ class Ending:
         return self._runner.rank if self._runner is not None else None
 
     # -- the end ----------------------------------------------------------------------------
+    def request_end(self, request: Callable[[Worker], None]) -> None:
+        """Request the end of the run from rank 0, and from each rank that replaces it."""
+        self._request = request
+        self.on_start()
+
+    def on_start(self) -> None:
+        """Repeat the request in a new group: a rank 0 that has failed may not have passed it on."""
+        rank = self._rank
+        if self._request is not None and rank is not None and not rank.context.is_server:
+            self._request(rank.worker)
+
     def conclude(self) -> None:
         """Complete the run after its algorithm has ended on this rank.
 
@@ -176,7 +193,8 @@ class Ending:
         assert self._rank is not None
         with self._error_wording():
             self._loop.note_resumed()
-        self._rank.worker.stop()
+        if not self.is_due:
+            self.request_end(Worker.stop)
         self._drain()
 
     def _drain(self) -> None:
@@ -225,7 +243,7 @@ class Ending:
         elif self._can_drain:
             self._forget_left()
             if self._loop.is_active:  # otherwise the other ranks complete the run
-                rank.worker.close_run()
+                self.request_end(Worker.close_run)
             with suppress(ClosedError):
                 self._drain()
         else:

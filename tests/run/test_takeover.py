@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import os
 import random
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,8 @@ from torch import Tensor, nn
 
 from aladdin_mpi import DataParallel
 from aladdin_mpi.control.exchange import barrier
-from aladdin_mpi.errors import LostError, PeerFailedError, RefusedError
+from aladdin_mpi.errors import ClosedError, LostError, PeerFailedError, RefusedError
+from aladdin_mpi.hooks import standby
 from aladdin_mpi.options.algorithms import ALGORITHMS, find_algorithm
 from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.run import rank
@@ -384,3 +387,37 @@ def test_resumed_ranks_without_state_start_from_buffers_of_others(
     first = [seen[0] for seen in job(4 + more, 192, {failed: 1e6}) if seen]
     assert len(first) == 4 + more - (algorithm == "aladdin")
     assert min(first) > 3
+
+
+@pytest.mark.parametrize("request_end", [DataParallel.stop, DataParallel.close])
+def test_end_of_the_run_requested_from_a_failing_rank_0_is_requested_again(
+    request_end: Callable[[DataParallel], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 fails before its standby has a copy with the request."""
+    monkeypatch.setattr(standby, "EVERY", 1000)
+    steps = [0] * 3
+
+    def main(transport: Transport) -> None:
+        module = nn.Linear(FEATURES, 1)
+        run = DataParallel(
+            module,
+            transport=transport,
+            algorithm="ar-sgd",
+            samples=3 * BATCH * 20,
+            batch_size=BATCH,
+            compute_time=STEP_SECONDS,
+            run_dir=tmp_path / "run",
+            quiet=True,
+        )
+        with suppress(ClosedError):
+            for x, y in run.batches(Points()):
+                nn.functional.mse_loss(module(x), y).backward()
+                run.step()
+                steps[transport.rank] += 1
+                if transport.rank == 2 and steps[2] == 3:
+                    request_end(run)
+                    if request_end is DataParallel.close:
+                        break
+
+    VirtualCluster(3, Cluster(hosts=3, failures={0: 4.5 * STEP_SECONDS}), 0).run(main)
+    assert 3 <= steps[0] <= steps[1] < 10
