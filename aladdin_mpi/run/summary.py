@@ -72,7 +72,7 @@ def summarise(
     if lost := coordinator.failures.gradients:
         accounts["gradients_computed"] += lost
         accounts["gradients_lost"] = lost
-    left_out = sum(total.get("left_out", 0) for total in totals)
+    left_out = coordinator.left_out + sum(total.get("left_out", 0) for total in totals)
     summary = {**_about(context, coordinator, left_out), **accounts, **role.facts()}
     if own := means.last:
         summary["own"] = own

@@ -15,7 +15,7 @@ from aladdin_mpi.flat.state import MergedState
 from aladdin_mpi.session.context import Context
 from aladdin_mpi.session.failures import Failures
 from aladdin_mpi.session.plan import Origin, Plan
-from aladdin_mpi.worker.role import COMPUTED, Role
+from aladdin_mpi.worker.role import COMPUTED, LEFT_OUT, Role
 
 SHOWN = ("wire_bits", "pi")
 """The algorithm's figures to show in the progress line."""
@@ -182,6 +182,8 @@ class Coordinator:
         self._seconds = 0.0
         self._other_workers = 0.0
         """Correction of the workers' time for periods with other numbers of workers."""
+        self.left_out = 0
+        """Samples that workers left out before the last change of their number."""
         self._opened: float | None = None
         self._waiting: dict[int, float] = {}
         self._sent: dict[int, int] = {}
@@ -326,6 +328,7 @@ class Coordinator:
             "failures": [{**each} for each in self.failures.records],
             "rate": self._rate,
             "other_workers": self._other_workers,
+            "left_out": self.left_out,
         }
         for hook in self._hooks:
             state |= hook.state_dict()
@@ -343,6 +346,7 @@ class Coordinator:
         self.failures.records[:0] = [{**each} for each in state["failures"]]
         self._rate = state.get("rate")
         self._other_workers = state.get("other_workers", 0.0)
+        self.left_out = state.get("left_out", 0)
         for hook in self._hooks:
             hook.load_state_dict(state)
 
@@ -367,3 +371,4 @@ class Coordinator:
             self._sent[rank] = int(merged.carried("bytes_sent", worker, n))
             self._steps[rank] = int(merged.carried(COMPUTED, worker, n))
         self._other_workers += self._seconds * (merged.workers - n)
+        self.left_out += int(merged.total(LEFT_OUT))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from aladdin_mpi import DataParallel
 from aladdin_mpi.control.exchange import barrier
-from aladdin_mpi.errors import ClosedError, LostError, PeerFailedError, RefusedError
+from aladdin_mpi.errors import LostError, PeerFailedError, RefusedError, UserError
 from aladdin_mpi.hooks import standby
 from aladdin_mpi.options.algorithms import ALGORITHMS, find_algorithm
 from aladdin_mpi.options.cluster import Cluster
@@ -389,13 +389,15 @@ def test_resumed_ranks_without_state_start_from_buffers_of_others(
     assert min(first) > 3
 
 
-@pytest.mark.parametrize("request_end", [DataParallel.stop, DataParallel.close])
-def test_end_of_the_run_requested_from_a_failing_rank_0_is_requested_again(
-    request_end: Callable[[DataParallel], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rank 0 fails before its standby has a copy with the request."""
-    monkeypatch.setattr(standby, "EVERY", 1000)
-    steps = [0] * 3
+def end_early(
+    folder: Path, leave: Callable[[DataParallel], bool]
+) -> tuple[list[int], dict[str, Any]]:
+    """Train until ``leave`` returns True after three steps; rank 0 fails in the next one.
+
+    Returns:
+        The steps of each rank, and the summary.
+    """
+    steps, summaries = [0] * 3, []
 
     def main(transport: Transport) -> None:
         module = nn.Linear(FEATURES, 1)
@@ -406,18 +408,40 @@ def test_end_of_the_run_requested_from_a_failing_rank_0_is_requested_again(
             samples=3 * BATCH * 20,
             batch_size=BATCH,
             compute_time=STEP_SECONDS,
-            run_dir=tmp_path / "run",
+            run_dir=folder,
             quiet=True,
         )
-        with suppress(ClosedError):
+        with suppress(UserError):  # it was closed
             for x, y in run.batches(Points()):
                 nn.functional.mse_loss(module(x), y).backward()
                 run.step()
                 steps[transport.rank] += 1
-                if transport.rank == 2 and steps[2] == 3:
-                    request_end(run)
-                    if request_end is DataParallel.close:
-                        break
+                if steps[transport.rank] == 3 and leave(run):
+                    break
+            summaries.append(run.summary)
 
     VirtualCluster(3, Cluster(hosts=3, failures={0: 4.5 * STEP_SECONDS}), 0).run(main)
+    return steps, next(filter(None, summaries), {})
+
+
+@pytest.mark.parametrize("request_end", [DataParallel.stop, DataParallel.close])
+def test_end_of_the_run_requested_from_a_failing_rank_0_is_requested_again(
+    request_end: Callable[[DataParallel], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 fails before its standby has a copy with the request."""
+    monkeypatch.setattr(standby, "EVERY", 1000)
+
+    def leave(run: DataParallel) -> bool:
+        if run.transport.rank != 2:
+            return False
+        request_end(run)
+        return request_end is DataParallel.close
+
+    steps, _ = end_early(tmp_path / "run", leave)
     assert 3 <= steps[0] <= steps[1] < 10
+
+
+def test_samples_left_out_before_a_failure_are_not_in_the_summary(tmp_path: Path) -> None:
+    steps, figures = end_early(tmp_path / "run", lambda run: True)
+    assert steps == [3, 3, 3]
+    assert figures["samples"] == BATCH * sum(steps) + figures["samples_lost"]
