@@ -2,8 +2,8 @@
 
 It works like resuming a checkpoint with another number of ranks, but from memory: rank 0 merges the
 states of the surviving ranks and sends the result to all. The mean of the workers' models replaces
-a lost server's buckets. Gradients in flight, or summed and not applied, are lost; samples that no
-rank has computed are granted again.
+a lost server's buckets. Gradients in flight, or summed and not applied, are lost; samples that
+surviving ranks were granted and have not computed are granted again.
 """
 
 from __future__ import annotations
