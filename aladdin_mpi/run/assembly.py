@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -163,8 +163,14 @@ def _assemble_in(
     steps = plan.total // plan.schedule_step if takeover is None else None
     optimizer = all_or_none(transport, lambda: make_optimizer(context, task.optimizer, steps))
     skips = SkipReports(transport, task.skipped)
-    role = all_or_none(transport, lambda: _role(context, task, plan, lr, local, optimizer, skips))
-    with _on_error(role.close):
+    with ExitStack() as undo:
+
+        def make_role() -> Role:
+            role = _role(context, task, plan, lr, local, optimizer, skips)
+            undo.callback(role.close)  # also if another rank cannot make its role, or fails
+            return role
+
+        role = all_or_none(transport, make_role)
         # The remedy outlives this rank, so it must not hold a reference to it and its vectors.
         guard.remedy = partial(_remedy, folder.path)
         first = transport.rank == 0
@@ -208,6 +214,7 @@ def _assemble_in(
             _begin(context, role, coordinator, folder.path, takeover)
         replicas = _replicas(context, role)
         parts = evaluations, user_metrics, skips, standby, log, replicas
+        undo.pop_all()
         return Rank(session, folder, optimizer, heartbeats, *parts)
 
 
@@ -223,7 +230,7 @@ def _rate_of(lr: LearningRate, optimizer: Optimizer) -> Callable[[int], float]:
 
 @contextmanager
 def _on_error(undo: Callable[[], None]) -> Iterator[None]:
-    """Call ``undo`` on an error, so that others can use the rank's module and folder."""
+    """Call ``undo`` on an error, so that others can use the rank's folder."""
     try:
         yield
     except BaseException:

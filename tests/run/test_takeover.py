@@ -25,12 +25,12 @@ from aladdin_mpi.errors import LostError, PeerFailedError, RefusedError, UserErr
 from aladdin_mpi.hooks import standby
 from aladdin_mpi.options.algorithms import ALGORITHMS, find_algorithm
 from aladdin_mpi.options.cluster import Cluster
-from aladdin_mpi.run import rank
+from aladdin_mpi.run import assembly, rank
 from aladdin_mpi.session.context import Context, collect_model
 from aladdin_mpi.session.session import Session
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
-from aladdin_mpi.worker.role import Role
+from aladdin_mpi.worker.role import Role, TrainingWorker
 
 SCHEDULES = int(os.environ.get("ALADDIN_MPI_SCHEDULES", "20"))
 BATCH = 4
@@ -279,6 +279,37 @@ def test_failure_before_the_first_segment_of_a_group_repeats_no_samples(
     check(plan, outcome)
     (figures,) = filter(None, outcome.summaries.values())
     assert 100 < figures["gradients_computed"] * BATCH <= 192
+
+
+def test_failure_during_setup_closes_the_roles_of_the_abandoned_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise their hooks on the model would take the gradients of the next group."""
+    made: list[float] = []
+    in_use: set[Role] = set()
+    make, close = assembly._role, TrainingWorker.close
+
+    def noted(context: Context, *others: Any) -> Role:
+        role = make(context, *others)
+        in_use.add(role)
+        if getattr(context.transport, "number", 0) == 2:
+            made.append(context.transport.now())
+        return role
+
+    def closing(role: TrainingWorker) -> None:
+        in_use.discard(role)
+        close(role)
+
+    monkeypatch.setattr(assembly, "_role", noted)
+    monkeypatch.setattr(TrainingWorker, "close", closing)
+    settings = {"checkpoint_every": "never", "eval_every": 0.0}
+    plan = Schedule("asp", 3, 2, 0, 36, {0: 2.5}, settings, 1, 5, False)
+    play(plan, tmp_path / "one failure")
+    in_use.clear()
+    plan.failures[4] = max(made) + 5e-4
+    outcome = play(plan, tmp_path / "two failures")
+    check(plan, outcome)
+    assert not any(isinstance(role, TrainingWorker) for role in in_use)
 
 
 def test_failure_while_models_are_averaged_keeps_the_scale_of_the_mean(
