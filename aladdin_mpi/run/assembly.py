@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -138,7 +138,9 @@ def assemble(
         share_model(context)
     else:
         folder = takeover.open_folder(transport)
-    with _on_error(folder.release):
+    # The next group needs a former one's lock again, if a failure ends the set-up of this one.
+    is_kept = takeover is not None and takeover.locked_folder is folder
+    with nullcontext() if is_kept else _on_error(folder.release):
         return _assemble_in(folder, context, task, plan, lr, takeover, others)
 
 

@@ -173,10 +173,15 @@ class Takeover:
         step = facts["schedule_step"]
         return Origin(facts["workers"], facts["servers"], past, step, begun, *islands)
 
+    @property
+    def locked_folder(self) -> OpenFolder | None:
+        """The run's folder, if this rank has locked it in the former group."""
+        return None if self.mine is None or self.mine.folder.lock is None else self.mine.folder
+
     def open_folder(self, transport: Transport) -> OpenFolder:
         """Open the run's folder."""
-        if self.mine is not None and self.mine.folder.lock is not None:
-            return self.mine.folder
+        if self.locked_folder is not None:
+            return self.locked_folder
         path = next(iter(self.plan.known.values()))["folder"]
         return run_folder.take_over(transport, Path(path))
 

@@ -26,6 +26,7 @@ from aladdin_mpi.hooks import standby
 from aladdin_mpi.options.algorithms import ALGORITHMS, find_algorithm
 from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.run import assembly, rank
+from aladdin_mpi.run.run_folder import NAME
 from aladdin_mpi.session.context import Context, collect_model
 from aladdin_mpi.session.session import Session
 from aladdin_mpi.transport.base import Transport
@@ -281,19 +282,23 @@ def test_failure_before_the_first_segment_of_a_group_repeats_no_samples(
     assert 100 < figures["gradients_computed"] * BATCH <= 192
 
 
-def test_failure_during_setup_closes_the_roles_of_the_abandoned_group(
+def test_failure_during_setup_closes_the_roles_but_keeps_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise their hooks on the model would take the gradients of the next group."""
+    """Hooks of these roles would take the next group's gradients; another job, the folder."""
     made: list[float] = []
+    are_locked: list[bool] = []
     in_use: set[Role] = set()
     make, close = assembly._role, TrainingWorker.close
 
     def noted(context: Context, *others: Any) -> Role:
         role = make(context, *others)
         in_use.add(role)
-        if getattr(context.transport, "number", 0) == 2:
+        number = getattr(context.transport, "number", 0)
+        if number == 2:
             made.append(context.transport.now())
+        elif number == 3:
+            are_locked.append((folder / NAME).exists())
         return role
 
     def closing(role: TrainingWorker) -> None:
@@ -303,12 +308,15 @@ def test_failure_during_setup_closes_the_roles_of_the_abandoned_group(
     monkeypatch.setattr(assembly, "_role", noted)
     monkeypatch.setattr(TrainingWorker, "close", closing)
     settings = {"checkpoint_every": "never", "eval_every": 0.0}
-    plan = Schedule("asp", 3, 2, 0, 36, {0: 2.5}, settings, 1, 5, False)
-    play(plan, tmp_path / "one failure")
+    plan = Schedule("asp", 3, 2, 0, 36, {1: 2.5}, settings, 1, 5, False)
+    folder = tmp_path / "one failure"
+    play(plan, folder)
     in_use.clear()
     plan.failures[4] = max(made) + 5e-4
-    outcome = play(plan, tmp_path / "two failures")
+    folder = tmp_path / "two failures"
+    outcome = play(plan, folder)
     check(plan, outcome)
+    assert are_locked and all(are_locked)
     assert not any(isinstance(role, TrainingWorker) for role in in_use)
 
 
