@@ -80,9 +80,8 @@ def allreduce_tensors(transport: Transport, *tensors: Tensor) -> None:
             transport.wait(transport.isend(values, 0, Tag.SETUP))
     else:
         for source in surviving_ranks(transport)[1:]:
-            others = [
-                torch.empty_like(each) for each in tensors
-            ]  # excluded ranks may still write into it
+            # New ones for each rank: an excluded one may still write into its own.
+            others = [torch.empty_like(each) for each in tensors]
             with suppress(PeerFailedError):
                 for other in others:
                     transport.wait(transport.irecv(other, source, Tag.SETUP))
