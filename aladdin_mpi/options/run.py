@@ -408,7 +408,7 @@ def _remedy(options: RunOptions, path: FieldPath) -> str:
     if name == "servers" and algorithm is not None and not algorithm.has_servers:
         return with_algorithm
     if name == "wire" and algorithm is not None and algorithm.has_fixed_format:
-        return with_algorithm if options.wire != "auto" else ""
+        return with_algorithm if options.wire == "fp32" else ""  # others are refused
     if name in ("momentum", "nesterov") and options.optimizer != "sgd":
         return f"with --optimizer {options.optimizer}. Use --optimizer-options, or leave it out."
     if name == "nesterov" and algorithm is not None and algorithm.is_nesterov:

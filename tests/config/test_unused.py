@@ -78,6 +78,10 @@ def test_unused_option_names_the_other_it_depends_on(
     assert unused_with in remedy
 
 
+def test_refused_option_has_no_warning() -> None:
+    assert unused_options("--wire int4 --algorithm aladdin-local") == {}
+
+
 def test_unused_options_of_other_algorithms_are_named_with_remedy() -> None:
     ignored = unused_options("--algorithm bsp --aladdin-pi 2 --no-shat-self-update")
     assert set(ignored) == {"--aladdin-pi", "--shat-self-update"}
