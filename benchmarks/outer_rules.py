@@ -126,12 +126,12 @@ def _axis(name: str, option: str, values: Sequence[object], ordered: bool = True
     return Axis(name, tuple({option: str(value)} for value in values), ordered)
 
 
-def _outer(prefix: str) -> Axis:
+def _outer(prefix: str, choices: Sequence[tuple[float, float]] = OUTER) -> Axis:
     return Axis(
         "outer",
         tuple(
             {f"{prefix}-outer-lr": f"{rate:g}", f"{prefix}-outer-momentum": f"{momentum:g}"}
-            for rate, momentum in OUTER
+            for rate, momentum in choices
         ),
         ordered=False,
     )
@@ -149,9 +149,9 @@ def rules(wires: Sequence[str] = WIRES) -> dict[str, Rule]:
     blends = _axis("blend", "--diloco-blend", (0.5, 0), ordered=False)
     exchanges = _axis(ROUNDS, "--async-diloco-steps", STEPS)
     of_servers = _axis(WIRE, "--wire", [w for w in wires if w != "int2"] or ["int4"], ordered=False)
-    averaging = replace(_outer("--diloco"), choices=_outer("--diloco").choices[:1])
-    # As `diloco` it learns the same, bit for bit, and shares its runs; only evaluations within a
-    # round differ, which are of the last averages, not of a worker's own model.
+    # `local-sgd` is run as `diloco`, whose runs it shares: it learns the same, bit for bit. Only
+    # evaluations within a round differ, which are of the last averages, not of a worker's model.
+    averaging = _outer("--diloco", OUTER[:1])
     ranks = _axis("rank", "--powersgd-rank", RANKS)
     known = (
         Rule(REFERENCE, "ar-sgd"),
