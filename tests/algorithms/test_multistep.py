@@ -64,7 +64,7 @@ def test_multistep_equals_one_process(workers: int, exchange: dict[str, Any]) ->
     assert workers == 1 or min(last) < max(last) or len({len(r.leases) for r in results}) > 1
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("exchange", [GRADIENTS, ACTIVATIONS], ids=["gradients", "activations"])
 @pytest.mark.parametrize("buckets", [TINY, WHOLE, {"bucket_mb": 0.003}], ids=["tiny", "one", "few"])
 @pytest.mark.parametrize(
