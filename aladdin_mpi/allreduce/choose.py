@@ -141,7 +141,7 @@ def _are_apart(gpus: Sequence[list[str] | None]) -> bool:
 
 def _check(name: str, transport: Transport, obstacle: str | None) -> None:
     """Raise UserError on every rank if any rank has an obstacle."""
-    hindered = int(broadcast(transport, sum(gather(transport, obstacle is not None))))
+    hindered = int(broadcast(transport, gather(transport, obstacle is not None).count(True)))
     if obstacle is not None:
         raise UserError(f"all-reduce {name}: {obstacle}")
     if hindered:

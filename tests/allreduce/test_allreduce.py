@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -137,6 +139,27 @@ def test_allreduce_counts_waiting_for_slowest_rank(dtype: torch.dtype) -> None:
 def test_virtual_time_rejects_real_allreduce_backends(name: str) -> None:
     with pytest.raises(UserError, match=rf"all-reduce: .*\bauto, ring or mpi\b.*\b{name}\b"):
         run(1, lambda t: choose.make(name, t, CPU))
+
+
+def test_backend_is_refused_on_ranks_that_have_not_failed(tmp_path: Path) -> None:
+    """The others end with the reason, not with an error about the missing answer."""
+    errors = []
+
+    def main(transport: VirtualTransport) -> None:
+        transport.sleep(1.0)
+        transport.models_time = False
+        with pytest.raises(UserError) as refused:
+            choose.make("torch", transport, torch.device("cpu"))
+        errors.append(str(refused.value))
+
+    store = f"file://{tmp_path}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        run(3, main, lab(3, failures={1: 0.5}))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert len(errors) == 2
+    assert all("already has a torch.distributed process group" in error for error in errors)
 
 
 def test_unknown_allreduce_backend_is_rejected() -> None:
