@@ -16,6 +16,7 @@ def _main(argv: Sequence[str] | None) -> int:
     from aladdin_mpi.advice.options import read
 
     request = read(argv)
+    guard.refuse_launcher("the adviser is one process; --jobs sets how many it starts.")
 
     from aladdin_mpi.advice.advising import advise
 

@@ -27,6 +27,7 @@ def _main(argv: Sequence[str] | None) -> int:
     line = divided(argv)
     follows = line.script is None
     request = read_request(SimulateOptions, line.options, PROG, DESCRIPTION, follows)
+    guard.refuse_launcher("a simulation is one process; --workers sets the number of workers.")
     if not request.setting("quiet"):
         console.say("aladdin_mpi: starting the simulation")
     if line.script is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from aladdin_mpi.process import guard
-from tests.launch import ROOT
+from tests.launch import ROOT, needs, run_ranks
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,27 @@ def test_launched_place_is_that_of_the_launcher(
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     assert guard.launched_place() == place
+
+
+@needs("openmpi")
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        ("simulate --workers 2 --samples 64 --run-dir {out}", "--workers"),
+        ("compare --algorithms bsp --out {out}", "--mpirun"),
+        ("advise --describe '2 nodes x 1 GPU, 10 Gbit/s, step 0.1 s' --out {out}", "--jobs"),
+    ],
+    ids=["simulate", "compare", "advise"],
+)
+def test_command_of_one_process_refuses_several(tmp_path: Path, words: str, remedy: str) -> None:
+    """In one error, before anything is written."""
+    name, *options = shlex.split(words.format(out=tmp_path / "out"))
+    completed = run_ranks(2, ["-m", f"aladdin_mpi.{name}", *options], check=False)
+    assert completed.returncode == 2
+    errors = [line for line in completed.stderr.splitlines() if "error:" in line]
+    assert len(errors) == 1, completed.stderr
+    assert "mpirun" in errors[0] and remedy in errors[0]
+    assert not (tmp_path / "out").exists()
 
 
 def test_streams_that_cannot_be_written_do_not_change_the_status(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -34,10 +33,9 @@ from aladdin_mpi.comparison.folder import Machine
 from aladdin_mpi.comparison.options import ComparisonRequest
 from aladdin_mpi.comparison.plan import Run, plan, read_runs, stored_options, unequal
 from aladdin_mpi.comparison.runner import Runner, check_launcher
-from aladdin_mpi.errors import UserError
 from aladdin_mpi.hooks.recorder import rounded
 from aladdin_mpi.options.general import OWN_DATA
-from aladdin_mpi.process import files
+from aladdin_mpi.process import files, guard
 from aladdin_mpi.process.files import write_whole
 from aladdin_mpi.process.launcher import launcher
 
@@ -219,21 +217,18 @@ def _options(findings: Findings) -> list[str]:
     ]
 
 
-_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
-
-
 def compare(request: ComparisonRequest) -> int:
     """Make or read the requested runs, report, and return the exit status.
 
     Raises:
-        UserError: an invalid request.
+        UserError: an invalid request, or mpirun started the comparison.
+        RefusedError: the same, at ranks other than 0.
         TerminatedError: a signal stopped the comparison; all its runs have ended.
     """
-    if any(name in os.environ for name in _RANK_VARIABLES):
-        raise UserError(
-            "the comparison was started by mpirun. Leave mpirun out: the comparison starts the "
-            "ranks of its runs itself (--engine mpi, --mpirun)."
-        )
+    guard.refuse_launcher(
+        "the comparison starts the ranks of its runs (--engine mpi, --mpirun).",
+        has_launcher_of_its_own=True,
+    )
     return _read(request) if request.options.read else _run(request)
 
 

@@ -155,6 +155,22 @@ def check_current_folder() -> None:
         ) from None
 
 
+def refuse_launcher(remedy: str, has_launcher_of_its_own: bool = False) -> None:
+    """Refuse several processes of a command that is one process.
+
+    A command that has a launcher of its own cannot be started by mpirun even as one process.
+
+    Raises:
+        UserError: there is one, at rank 0.
+        RefusedError: there is one, at the other ranks.
+    """
+    rank, size = launched_place()
+    is_nested = has_launcher_of_its_own and any(name in os.environ for name, _ in _PLACES[:2])
+    if size > 1 or is_nested:
+        text = f"this command was started by mpirun or srun. Leave that out, because {remedy}"
+        raise UserError(text, agreed=True) if rank == 0 else RefusedError
+
+
 def _is_interactive() -> bool:
     """Return whether this is a notebook or a prompt, which errors and Ctrl-C do not end."""
     return launched_place()[1] == 1 and (hasattr(sys, "ps1") or bool(sys.flags.interactive))
@@ -296,16 +312,20 @@ def _and_then(otherwise: str = "") -> str:
     return f"; {text}" if text else ""
 
 
+_PLACES = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # the latter is missing in batch scripts
+)
+"""Variables for rank and size in the environment of a launched process."""
+
+
 def launched_place() -> tuple[int, int]:
     """Return rank and size, from the launcher if MPI has not started; (0, 1) without a launcher."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         return mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
-    for rank, size in (
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-        ("PMI_RANK", "PMI_SIZE"),
-        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # the latter is missing in batch scripts
-    ):
+    for rank, size in _PLACES:
         if rank in os.environ:
             return int(os.environ[rank]), int(os.environ.get(size, "1"))
     return 0, 1
