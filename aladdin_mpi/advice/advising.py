@@ -174,7 +174,7 @@ def _changed(
         fields |= grown(base, change.workers)
         hosts = fields["cluster.hosts"]
         servers = max(1, round(servers * hosts / on.hosts)) if servers else 0
-        note = f"on {hosts} hosts" + (f", {servers} servers" if servers else "")
+        note = f"on {hosts} host{'s' * (hosts > 1)}" + (f", {servers} servers" if servers else "")
     if change.servers is not None:
         if not servers:
             note = f"{candidate.algorithm} has no servers"

@@ -190,7 +190,7 @@ class CheckpointStore:
         if changes:
             resize = ""
             if all(line.startswith(RESIZED) for line in changes):
-                resize = ", or add --allow-resize to continue with another number of workers"
+                resize = ", or add --allow-resize to continue with a different number of workers"
             raise UserError(
                 f"--resume: the checkpoint {folder} belongs to a different run (the checkpoint's "
                 f"value first): {'; '.join(changes[:5])}{_other_versions(manifest)}. Resume it "
