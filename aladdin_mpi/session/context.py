@@ -486,11 +486,11 @@ def collect_model(context: Context, role: Role, without: Sequence[int] = ()) -> 
             weight = role.weight(bucket)
         if len(holders) == 1:
             _broadcast(transport, mine, ranks.index(holders[0]))
-        else:  # the weighted mean
+        else:  # the weighted mean; in float64, that of equal models is exact
             total = torch.tensor([weight], dtype=torch.float64)
-            mine.mul_(total.item())
-            allreduce_tensors(transport, total, mine)
-            mine.div_(total.item())
+            weighted = mine * total
+            allreduce_tensors(transport, total, weighted)
+            mine.copy_(weighted / total)
     device = replica.parameters.device
     context.projections.apply(vector, device)  # the mean of projected models may not satisfy them
     replica.set(vector)

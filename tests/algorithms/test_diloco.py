@@ -23,6 +23,7 @@ from aladdin_mpi.run.trainer import simulate
 from tests.drawn_jobs import any_lockstep_job
 from tests.quadratic import Quadratic
 from tests.roles import Job, any_network, flat_start, noise_of_samples, run
+from tests.run.test_takeover import Schedule, play
 
 MOMENTUM = {"momentum": 0.9, "weight_decay": 0.01}
 PLAIN = {"momentum": 0.0, "weight_decay": 0.0}
@@ -167,6 +168,18 @@ def test_diloco_with_rate_one_and_no_momentum_equals_local_sgd(workers: int, seg
     theirs.settings = {**MOMENTUM, "local_sgd": {"steps": 4}}
     for mine, other in zip(ours.locals, run(theirs).locals, strict=True):
         assert torch.equal(mine, other)
+
+
+def test_trained_model_with_rate_one_and_no_momentum_is_that_of_local_sgd(tmp_path: Path) -> None:
+    """The model of local SGD is collected as a mean, which fp32 may round for equal values too."""
+    options = {"diloco": {"steps": 4, "outer_lr": 1.0, "outer_momentum": 0.0}}
+    options["local_sgd"] = {"steps": 4}
+    models = []
+    for name in ("diloco", "local-sgd"):
+        settings = {"checkpoint_every": "never", "lr": 0.05, **options}
+        plan = Schedule(name, 3, 0, 0, 240, {}, settings, 0, 3, False)
+        models.append(play(plan, tmp_path / name).models[0])
+    assert torch.equal(*models)
 
 
 @pytest.mark.parametrize("seed", range(200))
