@@ -70,7 +70,7 @@ class Cluster(BaseModel):
         most=FASTEST_GBIT,
     )
     latency_us: NonNegativeFloat = cluster_option(
-        50.0, "latency between hosts", "MICROSECONDS", most=LONGEST_US, common=True
+        50.0, "one-way latency between hosts", "MICROSECONDS", most=LONGEST_US, common=True
     )
     local_bandwidth_gbit: PositiveFloat = cluster_option(
         100.0, "bandwidth within a host", "GBIT/S", most=FASTEST_GBIT

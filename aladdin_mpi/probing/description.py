@@ -27,22 +27,26 @@ EXAMPLES = (
 NUMBER = r"(?<![\w.-])(\d+(?:\.\d+)?(?:e[+-]?\d+)?)"
 WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 COUNT = rf"(?<![\w.-])(\d+|an?|{'|'.join(WORDS)})"
-HOST = r"(?:nodes?|hosts?|machines?|sites?|regions?)\b"
-"""A site or region counts as a host: its workers share its link."""
+HOST = r"(?:nodes?|hosts?|machines?|sites?|regions?|data\s?cent(?:er|re)s?)\b"
+"""A site, region or data centre counts as a host: its workers share its link."""
 WORKER = r"(?:gpus?|workers?|ranks?|tasks?)\b"
 # "Gb/s" are bits and "GB/s" bytes: only here is case significant.
-RATE = NUMBER + r"\s*(?-i:([kKmMgGtT])(bits?|Bits?|bytes?|Bytes?|BYTES?|BITS?|b|B))(?:/s|ps|e)?\b"
+PER_SECOND = r"(?:\s*(?:/|per\s)\s*s(?:ec(?:ond)?)?|ps|e)?\b"
+RATE = NUMBER + r"\s*(?-i:([kKmMgGtT])(bits?|Bits?|bytes?|Bytes?|BYTES?|BITS?|b|B))" + PER_SECOND
 TIME = NUMBER + r"\s*(seconds?|secs?|s|milliseconds?|ms|microseconds?|us|minutes?|min)\b"
 LIST = r"\d+(?:\s*(?:,|and|,\s*and)\s*\d+)*"
 SLOWER = r"(?:(\d+(?:\.\d+)?)\s*(?:x|times|-fold)|(\d+(?:\.\d+)?)\s*%)\s*(?:as\s+)?slow(?:er)?\b"
 INSIDE = rf"(?:local|(?:inside|within)(?:\s+(?:a|each|one))?(?:\s+{HOST})?)"
 OF = r"\s*(?:bandwidth|time|takes?|of|is|:|=|\s)*"
+BETWEEN = rf"between\s+(?:them\b|(?:the\s+|all\s+)?{HOST})"
+ROUND_TRIP = r"(?:rtt|ping|round[\s-]?trip)\b(?:\s+(?:time|latency)\b)?"
 
 GIGABITS = {"k": 1e-6, "m": 1e-3, "g": 1.0, "t": 1e3}
 MICROSECONDS = {"m": 1e3, "u": 1.0, "s": 1e6}
 NOTHING = re.compile(
     r"(?:x|with|of|and|at|on|in|by|to|the|a|an|all|each|every|per|has|have|is|are|links?|network|apart|"
-    r"ethernet|infiniband|cluster|between|them|bandwidth|that|which|,|;|:|\.|-|\s)*",
+    r"ethernet|infiniband|cluster|between|them|bandwidth|that|which|connected|linked|across|over|"
+    r"wan|one[\s-]way|,|;|:|\.|-|\s)*",
     re.IGNORECASE,
 )
 TAKEN = "\0"
@@ -68,6 +72,9 @@ class _Parser:
         plain = text.replace("\u00b5", "u").replace("\u03bc", "u").replace("\u00d7", " x ")
         plain = re.sub(r"\btwice(?=\s+(?:as\s+)?slow)", "2 times", plain, flags=re.IGNORECASE)
         plain = re.sub(rf"\b({'|'.join(WORDS)})(?=\s+times\b)", _digits, plain, flags=re.IGNORECASE)
+        plain = re.sub(
+            r"\b([kmgt])(?:ilo|ega|iga|era)(?=(?:bit|byte)s?\b)", r"\1", plain, flags=re.IGNORECASE
+        )
         self._rest = re.sub(r"\bx(?=\d)", "x ", plain)
         self._settings: dict[str, Any] = {}
         self._phrases: dict[str, str] = {}
@@ -95,9 +102,15 @@ class _Parser:
             self._time("local_latency_us"),
         )
         self._take(
-            rf"latency{OF}{TIME}|{TIME}\s*(?:of\s+)?latency\b|{TIME}\s*(?=between\b|apart\b)",
+            rf"{ROUND_TRIP}{OF}{TIME}|(?:latency{OF})?{TIME}\s*(?:of\s+)?{ROUND_TRIP}",
+            self._time("latency_us", part=0.5),
+        )
+        self._take(
+            rf"latency\s*(?:{BETWEEN})?{OF}{TIME}|{TIME}\s*(?:of\s+)?latency\b"
+            rf"|{TIME}\s*(?=(?:and\s+{TAKEN}\s*)?(?:between|apart)\b)",
             self._time("latency_us"),
         )
+        self._take(BETWEEN, lambda _: None)
         self._take(
             rf"\bsteps?{OF}{TIME}|{TIME}\s*(?:per|an?|each|for\s+a|/)\s*step\b",
             self._time("step_seconds"),
@@ -108,7 +121,8 @@ class _Parser:
         self._take(TIME, self._bare_time)
         self._take(
             rf"{COUNT}[\s-]*{WORKER}\s*(?:(in\s+total|in\s+all|altogether|total)|"
-            rf"(on)\s+(?={COUNT}\s*{HOST})|((?:per|on\s+each|each|an?)\b|/)\s*(?:{HOST})?)?",
+            rf"(on|at|in|across|over)\s+(?={COUNT}\s*{HOST})"
+            rf"|((?:per|(?:(?:on|at|in)\s+)?each|an?)\b|/)\s*(?:{HOST})?)?",
             self._workers,
         )
         self._take(rf"{COUNT}[\s-]*{HOST}", self._hosts)
@@ -158,9 +172,10 @@ class _Parser:
     def _rate(self, name: str) -> Callable[[Match], None]:
         return lambda match: self._set(name, _gbit(match.groups()), match)
 
-    def _time(self, name: str) -> Callable[[Match], None]:
+    def _time(self, name: str, part: float = 1.0) -> Callable[[Match], None]:
+        """Return a function that sets an option to ``part`` of a time."""
         unit = 1e6 if name == "step_seconds" else 1.0
-        return lambda match: self._set(name, _microseconds(match.groups()) / unit, match)
+        return lambda match: self._set(name, part * _microseconds(match.groups()) / unit, match)
 
     def _bare_time(self, match: Match) -> None:
         """Interpret microseconds as the latency, and seconds as the time of a step."""
@@ -168,7 +183,7 @@ class _Parser:
         if unit.lower().startswith(("mil", "ms")):
             raise UserError(
                 f"--describe: expected the meaning of {value} {unit}, got the time alone; write "
-                f'"step {value} {unit}" or "latency {value} {unit}"'
+                f'"step {value} {unit}", "latency {value} {unit}" or "round trip {value} {unit}"'
             )
         self._time("latency_us" if _letter(unit) == "u" else "step_seconds")(match)
 

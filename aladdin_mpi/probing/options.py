@@ -66,7 +66,7 @@ class ProbeOptions(BaseModel):
         {}, "bandwidth of single hosts, counted from 0, such as 0=1", unit="HOST=GBIT/S"
     )
     latency_us: float | None = _described(
-        None, "latency between hosts", unit="MICROSECONDS", ge=0, le=LONGEST_US
+        None, "one-way latency between hosts", unit="MICROSECONDS", ge=0, le=LONGEST_US
     )
     local_bandwidth_gbit: float | None = _described(
         None, "bandwidth within a host", unit="GBIT/S", gt=0, le=FASTEST_GBIT
