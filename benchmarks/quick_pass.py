@@ -67,6 +67,7 @@ PASSES = (
     Pass("variance"),
     Pass("breakdown"),
     Pass("gpt", ("--quick", "--out", WORK)),
+    Pass("halves"),
     Pass("lookahead"),
     Pass("outer"),
     Pass("outer_advice"),
