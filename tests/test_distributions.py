@@ -83,6 +83,7 @@ def files(folder: Path) -> set[str]:
     return {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
 
 
+@pytest.mark.long
 def test_sdist_has_all_tracked_files(built: Built) -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("no git checkout, so nothing to compare with")
@@ -148,6 +149,7 @@ def modules_of_others(requirements: Iterable[Requirement]) -> list[str]:
     ]
 
 
+@pytest.mark.long
 @needs("openmpi")
 def test_wheel_trains_with_required_packages_only(built: Built, tmp_path: Path) -> None:
     blocked = modules_of_others(built.requirements)

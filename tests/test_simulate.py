@@ -54,6 +54,7 @@ def test_model_is_written_for_torch_distributed_checkpoint(tmp_path: Path) -> No
     check_names(refusal(completed), "--run-dir", "model")
 
 
+@pytest.mark.long
 def test_simulation_is_deterministic_for_a_seed(tmp_path: Path) -> None:
     simulate(tmp_path / "a", *PLAN)
     with a_busy_machine():

@@ -112,6 +112,7 @@ def test_trained_model_is_a_plain_state_dict(run: Run) -> None:
     model.load_state_dict(torch.load(run[0] / "model.pt", weights_only=True))
 
 
+@pytest.mark.long
 def test_training_curves_are_a_png(tmp_path: Path) -> None:
     simulate(tmp_path / "run", "--samples", 320, is_warm=False)
     content = (tmp_path / "run" / "curves.png").read_bytes()

@@ -548,7 +548,7 @@ class GeneralOptions(BaseModel):
     )
     allow_resize: bool = output_option(
         False,
-        "allow --resume with a different number of workers, --servers or --island",
+        "allow --resume with a new number of workers, --servers or --island",
         details="all workers start from the checkpoint's global model",
     )
     checkpoint_every: Interval = output_option(

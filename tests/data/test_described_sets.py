@@ -11,6 +11,7 @@ from aladdin_mpi.options.run import SimulateOptions, parse
 from aladdin_mpi.run.trainer import simulate
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("dataset", "parameters", "epoch"),
     [

@@ -81,7 +81,7 @@ def outcomes(
     return of
 
 
-@pytest.mark.sample(48)
+@pytest.mark.sample(36)
 @needs("openmpi")
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # the first test of a column waits for the whole column

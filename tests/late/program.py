@@ -46,8 +46,8 @@ SUMMED_BY = {"ar-sgd": "Iallreduce", "ar-sgd ring": "ring", "multistep": "Iallto
 """Operation that starts a sum: the first message of a ring, or a collective of MPI."""
 OTHER_DELAYS = [(200, 0), (10_000, 0), (500, 1000)]
 """Short copies, long copies, slow kernels."""
-FEW_EQUAL = ("ar-sgd", "ar-sgd int4", "bsp int8", "local-sgd", "multistep", "sgp bf16")
-"""One run for each path of gradients and models; the other runs take a minute."""
+FEW_EQUAL = ("ar-sgd", "bsp int8", "local-sgd", "multistep")
+"""A sum, quantised gradients to servers, averages, and layers; the other runs take a minute."""
 WITH_OTHER_DELAYS = ("ar-sgd", "bsp bf16", "bsp dgc", "sgp")
 RESUMED = ("ar-sgd dgc", "bsp", "multistep", "sgp")
 FEW_BITS: dict[str, dict[str, Any]] = {

@@ -78,6 +78,7 @@ def cut(lab: Lab, host: int) -> Iterator[None]:
         netns.run_tool(*port, "up")
 
 
+@pytest.mark.long
 def test_workers_behind_cut_link_are_excluded_and_reported(tmp_path: Path) -> None:
     def name_of(rank: int) -> str:
         return re.escape(f"rank {rank} (host {lab.host_name(2)})")
