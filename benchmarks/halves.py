@@ -63,23 +63,16 @@ class Phase:
 
 FIRST_AHEAD = Phase("ahead", AHEAD, HALF)
 FIRST_SYNC = Phase("sync", SYNC, HALF)
+AHEAD_COOLED = Phase("ahead-cooled", SYNC, COOLED, FIRST_AHEAD)
+SYNC_COOLED = Phase("sync-cooled", SYNC, COOLED, FIRST_SYNC)
+AHEAD_AHEAD = Phase("ahead-ahead", AHEAD, END, FIRST_AHEAD)
+AHEAD_SYNC = Phase("ahead-sync", SYNC, END, FIRST_AHEAD)
+SYNC_SYNC = Phase("sync-sync", SYNC, END, FIRST_SYNC)
 COMPARISONS = {
-    "aladdin-ahead, cooled / synchronous, cooled": (
-        Phase("ahead-cooled", SYNC, COOLED, FIRST_AHEAD),
-        Phase("sync-cooled", SYNC, COOLED, FIRST_SYNC),
-    ),
-    "aladdin-ahead / synchronous": (
-        Phase("ahead-ahead", AHEAD, END, FIRST_AHEAD),
-        Phase("sync-sync", SYNC, END, FIRST_SYNC),
-    ),
-    "aladdin-ahead, then synchronous / synchronous": (
-        Phase("ahead-sync", SYNC, END, FIRST_AHEAD),
-        Phase("sync-sync", SYNC, END, FIRST_SYNC),
-    ),
-    "aladdin-ahead / aladdin-ahead, then synchronous": (
-        Phase("ahead-ahead", AHEAD, END, FIRST_AHEAD),
-        Phase("ahead-sync", SYNC, END, FIRST_AHEAD),
-    ),
+    "aladdin-ahead, cooled / synchronous, cooled": (AHEAD_COOLED, SYNC_COOLED),
+    "aladdin-ahead / synchronous": (AHEAD_AHEAD, SYNC_SYNC),
+    "aladdin-ahead, then synchronous / synchronous": (AHEAD_SYNC, SYNC_SYNC),
+    "aladdin-ahead / aladdin-ahead, then synchronous": (AHEAD_AHEAD, AHEAD_SYNC),
 }
 
 
