@@ -227,7 +227,7 @@ def compare(request: ComparisonRequest) -> int:
     """
     guard.refuse_launcher(
         "the comparison starts the ranks of its runs (--engine mpi, --mpirun).",
-        has_launcher_of_its_own=True,
+        uses_mpirun=True,
     )
     return _read(request) if request.options.read else _run(request)
 

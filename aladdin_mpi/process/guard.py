@@ -155,17 +155,17 @@ def check_current_folder() -> None:
         ) from None
 
 
-def refuse_launcher(remedy: str, has_launcher_of_its_own: bool = False) -> None:
+def refuse_launcher(remedy: str, uses_mpirun: bool = False) -> None:
     """Refuse several processes of a command that is one process.
 
-    A command that has a launcher of its own cannot be started by mpirun even as one process.
+    A command that ``uses_mpirun`` itself cannot be started by it even as one process.
 
     Raises:
         UserError: there is one, at rank 0.
         RefusedError: there is one, at the other ranks.
     """
     rank, size = launched_place()
-    is_nested = has_launcher_of_its_own and any(name in os.environ for name, _ in _PLACES[:2])
+    is_nested = uses_mpirun and any(name in os.environ for name, _ in _PLACES[:2])
     if size > 1 or is_nested:
         text = f"this command was started by mpirun or srun. Leave that out, because {remedy}"
         raise UserError(text, agreed=True) if rank == 0 else RefusedError
